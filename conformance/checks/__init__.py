@@ -1,0 +1,11 @@
+"""The checks. The order of the imports is the order in which ties in time are reported."""
+
+from conformance.checks import (  # noqa: F401, I001 - imported for registration, in this order
+    training,
+)
+from conformance.checks.evidence import Evidence, Ledger
+from conformance.checks.registry import PROFILES, Check, registered
+
+CHECKS = registered()
+
+__all__ = ["CHECKS", "PROFILES", "Check", "Evidence", "Ledger"]

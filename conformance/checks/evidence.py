@@ -1,0 +1,246 @@
+"""What a check judges, and the ledger in which it writes what it found.
+
+A check is a pure function of an `Evidence`; it may be run again on a stored history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from conformance.adapter import Conventions
+from conformance.case import Case
+from conformance.causes import MEANING, Cause
+from conformance.explain import Suspect, explain
+from conformance.history import History, NotObserved, Observation, as_tensor
+from conformance.models import ModelCase
+from conformance.tolerance import Oracle, distance
+
+Moment = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Everything recorded about one case.
+
+    Attributes:
+        case: what was run.
+        model: its model case.
+        history: what the wrapper's ranks recorded.
+        oracle: what should have been recorded, with its noise.
+        conventions: the adapter's.
+        capabilities: claimed by the adapter.
+        replicas: how many ranks hold the same shard.
+    """
+
+    case: Case
+    model: ModelCase
+    history: History
+    oracle: Oracle
+    conventions: Conventions
+    capabilities: frozenset[str]
+    replicas: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.history.world
+
+    def expected(self, what: str, rank: int = 0) -> list[Observation]:
+        """The oracle's observations called `what`, in time order."""
+        return self.oracle.reference.every(what, rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """One comparison that failed."""
+
+    moment: Moment
+    cause: Cause
+    sentence: str
+    error: float | None = None
+    bound: float | None = None
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """Comparisons made by one check on one case.
+
+    Attributes:
+        comparisons: how many there were; a check without any has judged nothing.
+        error: error of the comparison that came closest to its bound, or passed it furthest.
+        bound: its bound.
+        mismatches: those that failed.
+    """
+
+    comparisons: int = 0
+    error: float | None = None
+    bound: float | None = None
+    mismatches: list[Mismatch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def first(self) -> Mismatch | None:
+        """The earliest mismatch; at one moment the one furthest beyond its bound."""
+        return min(
+            self.mismatches,
+            key=lambda m: (m.moment, -_excess(m.error, m.bound)),
+            default=None,
+        )
+
+    def hold(
+        self, held: bool, *, moment: Moment, cause: Cause, sentence: str, **where: Any
+    ) -> None:
+        """Record a comparison that is true or false."""
+        self.comparisons += 1
+        if not held:
+            self.mismatches.append(
+                Mismatch(moment=moment, cause=cause, sentence=sentence, where=where)
+            )
+
+    def number(  # noqa: PLR0913 - one comparison is described once, by name
+        self,
+        got: Any,
+        expected: Any,
+        bound: float,
+        *,
+        name: str,
+        moment: Moment,
+        suspects: Callable[[], list[Suspect]] = list,
+        **where: Any,
+    ) -> None:
+        """Record the comparison of two tensors (or numbers) of one shape against a bound."""
+        self.comparisons += 1
+        a, b = as_tensor(got), as_tensor(expected)
+        if a.shape != b.shape:
+            sentence = f"{name} has shape {tuple(a.shape)}, expected {tuple(b.shape)}"
+            self.mismatches.append(
+                Mismatch(moment=moment, cause=Cause.WRONG_SHAPE, sentence=sentence, where=where)
+            )
+            return
+        error = distance(a, b)
+        if self.error is None or _excess(error, bound) > _excess(self.error, self.bound):
+            self.error, self.bound = error, bound
+        if error > bound:
+            cause = explain(a, b, bound, suspects())
+            self.mismatches.append(
+                Mismatch(
+                    moment=moment,
+                    cause=cause,
+                    sentence=f"{name} {_amount(a, b, error, bound)}: {MEANING[cause]}",
+                    error=error,
+                    bound=bound,
+                    where={**where, **_worst(a, b)},
+                )
+            )
+
+
+def _excess(error: float | None, bound: float | None) -> float:
+    if error is None or bound is None:
+        return float("inf")
+    if error == 0.0:
+        return 0.0
+    return error / bound if bound > 0 else float("inf")
+
+
+def _worst(got: Tensor, expected: Tensor) -> dict[str, Any]:
+    if not got.numel():
+        return {}
+    gap = (got.double() - expected.double()).abs().nan_to_num(nan=float("inf")).flatten()
+    flat = int(gap.argmax())
+    index: list[int] = []
+    rest = flat
+    for size in reversed(got.shape):
+        rest, remainder = divmod(rest, size)
+        index.insert(0, remainder)
+    return {
+        "index": index,
+        "got": float(got.flatten()[flat]),
+        "expected": float(expected.flatten()[flat]),
+    }
+
+
+def _amount(got: Tensor, expected: Tensor, error: float, bound: float) -> str:
+    worst = _worst(got, expected)
+    at = str(worst["index"]).replace(" ", "") if worst["index"] else ""
+    return (
+        f"{at} is {worst['got']:.6g}, expected {worst['expected']:.6g}"
+        f" (error {error:.2g}, bound {bound:.2g})"
+    ).lstrip()
+
+
+def place(where: Mapping[str, Any], rank: int) -> str:
+    """Where something was observed, in words: ``step 3, rank 1``."""
+    parts = [f"{key} {value}" for key, value in where.items() if key not in ("p", "max_norm")]
+    return ", ".join([*parts, f"rank {rank}"])
+
+
+def compare_trees(
+    evidence: Evidence,
+    ledger: Ledger,
+    what: str,
+    *,
+    noun: str,
+    only: Callable[[Mapping[str, Any]], bool] = lambda where: True,
+    keys: Callable[[str], bool] = lambda key: True,
+    suspects: Callable[[int, Observation, str], list[Suspect]] = lambda rank, seen, key: [],
+) -> None:
+    """Compare every observation `what` of every rank, key by key, with the oracle's.
+
+    ``None`` (no gradient) must meet ``None``; a missing or additional key is a mismatch.
+
+    Raises:
+        NotObserved: the wrapper's history lacks an observation that the oracle made.
+    """
+    for rank in range(evidence.world):
+        for seen in evidence.expected(what, rank):
+            if not only(seen.where):
+                continue
+            got = evidence.history.get(rank, what, **seen.where)
+            place_name = place(seen.where, rank)
+            for key in sorted({*got, *seen.value} if keys is not None else seen.value):
+                if not keys(key):
+                    continue
+                _compare_key(
+                    evidence, ledger, seen, got, key, rank,
+                    name=f"{noun} {key} at {place_name}",
+                    suspects=lambda rank=rank, seen=seen, key=key: suspects(rank, seen, key),
+                )
+
+
+def _compare_key(  # noqa: PLR0913 - private; one key of one observation
+    evidence: Evidence, ledger: Ledger, seen: Observation, got: Mapping[str, Any], key: str,
+    rank: int, *, name: str, suspects: Callable[[], list[Suspect]],
+) -> None:
+    where = {**seen.where, "rank": rank, "fqn": key}
+    moment = seen.moment
+    if key not in got:
+        ledger.hold(False, moment=moment, cause=Cause.MISSING_KEY,
+                    sentence=f"{name} is missing", **where)
+    elif key not in seen.value:
+        ledger.hold(False, moment=moment, cause=Cause.UNEXPECTED_KEY,
+                    sentence=f"{name} should not exist", **where)
+    elif (got[key] is None) != (seen.value[key] is None):
+        missing = got[key] is None
+        cause = Cause.MISSING_GRADIENT if missing else Cause.UNEXPECTED_GRADIENT
+        ledger.hold(False, moment=moment, cause=cause, sentence=f"{name}: {MEANING[cause]}", **where)
+    elif got[key] is None:
+        ledger.hold(True, moment=moment, cause=Cause.MISSING_GRADIENT, sentence="")
+    else:
+        bound = evidence.oracle.bound(rank, seen.what, dict(seen.where), key)
+        ledger.number(got[key], seen.value[key], bound, name=name, moment=moment,
+                      suspects=suspects, **where)
+
+
+def blocked_by(evidence: Evidence, missing: NotObserved) -> tuple[bool, str]:
+    """Why an observation is missing: (whether its own phase failed, the sentence for it)."""
+    failed = evidence.history.failed_phase()
+    if failed is None:
+        return False, f"{missing}"
+    rank, phase = failed
+    due = evidence.oracle.reference.find(0, missing.what, missing.where)
+    own = due is not None and due.moment[0] == phase.ordinal
+    return own, f"phase {phase.name!r} raised on rank {rank}: {phase.error}"

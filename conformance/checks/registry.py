@@ -1,0 +1,91 @@
+"""What a check is, and the register of all checks in the order in which ties are reported.
+
+Ids are ``area.noun`` and are never renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from conformance.case import Case
+from conformance.checks.evidence import Evidence, Ledger
+from conformance.models import ModelCase
+
+Judge: TypeAlias = Callable[[Evidence, Ledger], None]
+Applies: TypeAlias = Callable[[Case, ModelCase], bool]
+
+PROFILES: Mapping[str, str] = {
+    "core": "training gives what the unsharded model gives",
+    "sharding": "something is really sharded",
+    "checkpoint": "states are saved and loaded, and training goes on from them",
+    "precision": "dtypes are what they should be",
+    "memory": "memory is given back",
+    "communication": "the right collectives, once, in the same order on all ranks",
+    "robustness": "unusual but legal sequences",
+}
+
+TRAINING = frozenset({"train", "unused"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One requirement as a pure function of a history and the oracle's.
+
+    Attributes:
+        id: ``area.noun``.
+        profile: the profile that it belongs to.
+        sentence: what it requires, in one line.
+        scenarios: scenarios whose histories it can judge.
+        needs: capabilities that it is about; without the claim the check is UNSUPPORTED.
+        applies: whether it says anything about a case.
+        judge: writes its comparisons into a ledger; raises `NotObserved` when the history ends.
+    """
+
+    id: str
+    profile: str
+    sentence: str
+    scenarios: frozenset[str]
+    needs: frozenset[str]
+    applies: Applies
+    judge: Judge
+
+
+_REGISTER: dict[str, Check] = {}
+
+
+def always(case: Case, model: ModelCase) -> bool:
+    """Applies to every case of its scenarios."""
+    return True
+
+
+def check(
+    id: str,
+    *,
+    profile: str,
+    scenarios: frozenset[str] = TRAINING,
+    needs: frozenset[str] = frozenset(),
+    applies: Applies = always,
+) -> Callable[[Judge], Judge]:
+    """Register a function as the check called `id`; its docstring's first line is the sentence."""
+
+    def register(judge: Judge) -> Judge:
+        sentence = (judge.__doc__ or "").strip().splitlines()[0]
+        _REGISTER[id] = Check(
+            id=id,
+            profile=profile,
+            sentence=sentence,
+            scenarios=scenarios,
+            needs=needs,
+            applies=applies,
+            judge=judge,
+        )
+        return judge
+
+    return register
+
+
+def registered() -> Mapping[str, Check]:
+    """All registered checks, in the order of registration."""
+    return _REGISTER

@@ -1,0 +1,284 @@
+"""What the ranks recorded while running a scenario: ``rank{r}.jsonl`` + ``rank{r}.safetensors``.
+
+A history is written by one process a rank and read by anybody; nothing is unpickled. Knows tensors
+and files, but neither adapters nor checks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SCHEMA_VERSION = 1
+
+Tree = dict[str, Any]  # key -> Tensor | JSON scalar | None
+
+
+class NotObserved(LookupError):
+    """A history lacks an observation.
+
+    Attributes:
+        what: the observation's name.
+        where: its coordinates.
+    """
+
+    def __init__(self, what: str, where: Mapping[str, Any]) -> None:
+        super().__init__(f"{what} {dict(where)} was not observed")
+        self.what = what
+        self.where = dict(where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A named part of a scenario; `error` is ``type: message`` if it raised."""
+
+    ordinal: int
+    name: str
+    ended: bool = False
+    error: str | None = None
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One recorded value.
+
+    Attributes:
+        what: name, such as ``gradients``.
+        where: coordinates, such as ``{"step": 3}``.
+        value: a tensor, a JSON value, or a flat tree of those.
+        moment: (ordinal of the phase, position in the history); the same in every rank's history
+            of one scenario, so moments order observations in time.
+    """
+
+    what: str
+    where: Mapping[str, Any]
+    value: Any
+    moment: tuple[int, int]
+
+
+class HistoryWriter:
+    """Writes one rank's history. Lines are flushed at once; tensors are written by `close`."""
+
+    def __init__(self, directory: Path, rank: int, header: Mapping[str, Any]) -> None:
+        """Start a history of `rank` in `directory`, which is created."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._tensor_path = directory / f"rank{rank}.safetensors"
+        self._tensors: dict[str, Tensor] = {}
+        self._lines: TextIO = (directory / f"rank{rank}.jsonl").open("w")
+        self._phase = -1
+        self._position = 0
+        self._line({"kind": "header", "schema": SCHEMA_VERSION, "rank": rank, **header})
+
+    def begin_phase(self, name: str) -> None:
+        """Everything written from here on belongs to phase `name`."""
+        self._phase += 1
+        self._line({"kind": "phase", "ordinal": self._phase, "name": name})
+
+    def end_phase(self, error: str | None = None, traceback: str = "") -> None:
+        """The phase is over, by an exception if `error` is given."""
+        self._line(
+            {"kind": "end", "ordinal": self._phase, "error": error, "traceback": traceback}
+        )
+
+    def write(self, what: str, value: Any, **where: Any) -> None:
+        """Record `value`: a tensor, a JSON value, or a mapping from string to those."""
+        moment = (self._phase, self._position)
+        self._position += 1
+        stored = {str(k): self._store(v) for k, v in value.items()} if _is_tree(value) else None
+        line = {"kind": "observation", "what": what, "where": where, "moment": moment}
+        line |= {"tree": stored} if stored is not None else {"value": self._store(value)}
+        self._line(line)
+
+    def skip(self) -> None:
+        """Advance the position as `write` does: a rank whose value stands in another's history."""
+        self._position += 1
+
+    def collectives(self, records: Iterable[Any]) -> None:
+        """Record the collectives that this rank issued, in order; dataclass instances."""
+        for record in records:
+            self._line({"kind": "collective", **asdict(record)})
+
+    def close(self) -> None:
+        """Write the tensors. Blocks until they are in the page cache."""
+        save_file(self._tensors, str(self._tensor_path))
+        self._lines.close()
+
+    def _store(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return {"json": value}
+        key = str(len(self._tensors))
+        # safetensors refuses shared storage and strides that are not contiguous
+        self._tensors[key] = value.detach().to("cpu").contiguous().clone()
+        return {"tensor": key}
+
+    def _line(self, content: Mapping[str, Any]) -> None:
+        self._lines.write(json.dumps(content) + "\n")
+        self._lines.flush()
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHistory:
+    """One rank's history, read back."""
+
+    rank: int
+    header: Mapping[str, Any] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+    observations: tuple[Observation, ...] = ()
+    collectives: tuple[Mapping[str, Any], ...] = ()
+
+    def find(self, what: str, where: Mapping[str, Any]) -> Observation | None:
+        """The observation `what` at exactly `where`, if it was made."""
+        for seen in self.observations:
+            if seen.what == what and dict(seen.where) == dict(where):
+                return seen
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The histories of all ranks of one run of a scenario.
+
+    Attributes:
+        ranks: by rank.
+        virtual: the oracle's: what is common to all ranks is stored with rank 0 only.
+    """
+
+    ranks: tuple[RankHistory, ...]
+    virtual: bool = False
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @classmethod
+    def read(cls, directory: Path, world: int) -> History:
+        """Read what `world` ranks wrote into `directory`; a rank without a file is empty."""
+        ranks = tuple(_read_rank(directory, rank) for rank in range(world))
+        return cls(ranks=ranks, virtual=bool(ranks[0].header.get("virtual")))
+
+    def find(self, rank: int, what: str, where: Mapping[str, Any]) -> Observation | None:
+        """Rank `rank`'s observation, or ``None``."""
+        found = self.ranks[rank].find(what, where)
+        return self.ranks[0].find(what, where) if found is None and self.virtual else found
+
+    def get(self, rank: int, what: str, **where: Any) -> Any:
+        """Rank `rank`'s value.
+
+        Raises:
+            NotObserved: there is none.
+        """
+        found = self.find(rank, what, where)
+        if found is None:
+            raise NotObserved(what, where)
+        return found.value
+
+    def every(self, what: str, rank: int = 0) -> list[Observation]:
+        """All observations called `what` of one rank, in time order."""
+        found = [seen for seen in self.ranks[rank].observations if seen.what == what]
+        return self.every(what) if not found and self.virtual and rank else found
+
+    def failed_phase(self) -> tuple[int, Phase] | None:
+        """(rank, phase) of the earliest phase that raised, or ``None``."""
+        failed = [
+            (phase.ordinal, history.rank, phase)
+            for history in self.ranks
+            for phase in history.phases
+            if phase.error is not None
+        ]
+        return min(((r, p) for _, r, p in sorted(failed, key=lambda f: f[:2])), default=None,
+                   key=lambda item: (item[1].ordinal, item[0]))
+
+
+def _read_rank(directory: Path, rank: int) -> RankHistory:
+    path = directory / f"rank{rank}.jsonl"
+    if not path.exists():
+        return RankHistory(rank=rank)
+    tensor_path = directory / f"rank{rank}.safetensors"
+    tensors = load_file(str(tensor_path)) if tensor_path.exists() else {}
+    header: dict[str, Any] = {}
+    phases: dict[int, Phase] = {}
+    observations: list[Observation] = []
+    collectives: list[Mapping[str, Any]] = []
+    for line in _complete_lines(path):
+        kind = line.pop("kind")
+        if kind == "header":
+            header = line
+        elif kind == "phase":
+            phases[line["ordinal"]] = Phase(ordinal=line["ordinal"], name=line["name"])
+        elif kind == "end":
+            begun = phases[line["ordinal"]]
+            phases[begun.ordinal] = Phase(
+                ordinal=begun.ordinal,
+                name=begun.name,
+                ended=True,
+                error=line["error"],
+                traceback=line["traceback"],
+            )
+        elif kind == "collective":
+            collectives.append(line)
+        elif (seen := _observation(line, tensors)) is not None:
+            observations.append(seen)
+    return RankHistory(
+        rank=rank,
+        header=header,
+        phases=tuple(phases[k] for k in sorted(phases)),
+        observations=tuple(observations),
+        collectives=tuple(collectives),
+    )
+
+
+def _complete_lines(path: Path) -> Iterable[dict[str, Any]]:
+    """The lines of a history; a killed rank may leave half a line at the end, which is dropped."""
+    for text in path.read_text().splitlines():
+        try:
+            yield json.loads(text)
+        except json.JSONDecodeError:
+            return
+
+
+def _observation(line: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observation | None:
+    """The observation of one line; ``None`` if its tensors were lost with a killed rank."""
+
+    def restore(stored: Mapping[str, Any]) -> Any:
+        return tensors[stored["tensor"]] if "tensor" in stored else stored["json"]
+
+    try:
+        value = (
+            {key: restore(item) for key, item in line["tree"].items()}
+            if "tree" in line
+            else restore(line["value"])
+        )
+    except KeyError:
+        return None
+    moment = (int(line["moment"][0]), int(line["moment"][1]))
+    return Observation(what=line["what"], where=line["where"], value=value, moment=moment)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """Nested mappings as one flat tree with ``/`` between keys."""
+    flat: Tree = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}/")
+        else:
+            flat[name] = value
+    return flat
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A recorded number as a 0-dim tensor; float64, so that nothing is rounded."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)

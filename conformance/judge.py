@@ -1,0 +1,188 @@
+"""From the evidence of one case to its findings. Pure: no processes, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from conformance.causes import Cause
+from conformance.checks import CHECKS, Check, Evidence, Ledger
+from conformance.checks.evidence import blocked_by
+from conformance.history import NotObserved
+from conformance.ranks import RankVerdict
+from conformance.verdicts import Verdict
+
+LOSS_MUST_MOVE = 1e-3
+"""A loss that moves by less than this fraction over a scenario proves nothing."""
+
+_RAN_BADLY: Mapping[RankVerdict, tuple[Verdict, Cause]] = {
+    RankVerdict.HANG: (Verdict.HANG, Cause.HUNG),
+    RankVerdict.DESYNC: (Verdict.DESYNC, Cause.DESYNCHRONISED),
+    RankVerdict.CRASH: (Verdict.CRASH, Cause.CRASHED),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """How the ranks fared, whatever they recorded.
+
+    Attributes:
+        verdict: of the pool.
+        sentence: who, what and where; empty if all went well.
+        seconds: wall time.
+        reported: whether every rank reported by itself.
+    """
+
+    verdict: RankVerdict
+    sentence: str = ""
+    seconds: float = 0.0
+    reported: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A finding without its address."""
+
+    check: str
+    verdict: Verdict
+    cause: Cause | None = None
+    sentence: str = ""
+    error: float | None = None
+    bound: float | None = None
+    where: Mapping[str, Any] = field(default_factory=dict)
+    moment: tuple[int, int] | None = None
+
+
+def judge(evidence: Evidence, ran: Ran, checks: Iterable[Check]) -> list[Judgement]:
+    """Every given check's judgement, in the order in which things went wrong in time."""
+    judged = [judge_completion(evidence, ran)]
+    judged += [
+        judge_check(check, evidence, ran)
+        for check in checks
+        if evidence.case.scenario in check.scenarios
+        and check.applies(evidence.case, evidence.model)
+    ]
+    order = {check: index for index, check in enumerate(["run.completed", *CHECKS])}
+    late = (10**9, 0)
+    return sorted(judged, key=lambda j: (j.moment or late, order[j.check]))
+
+
+def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:
+    """``run.completed``: every rank ran the scenario to its end and reported."""
+    if ran.verdict in _RAN_BADLY:
+        verdict, cause = _RAN_BADLY[ran.verdict]
+        return Judgement(
+            check="run.completed", verdict=verdict, cause=cause, sentence=ran.sentence,
+            moment=(_last_phase(evidence), 0),
+        )
+    if ran.verdict is RankVerdict.OK:
+        return Judgement(check="run.completed", verdict=Verdict.PASS)
+    refused = refusal(evidence, ran)
+    if refused is not None:
+        return Judgement(check="run.completed", verdict=Verdict.UNSUPPORTED, sentence=refused)
+    failed = evidence.history.failed_phase()
+    if failed is None:
+        return Judgement(check="run.completed", verdict=Verdict.ERROR, sentence=ran.sentence)
+    rank, phase = failed
+    return Judgement(
+        check="run.completed",
+        verdict=Verdict.FAIL,
+        cause=Cause.EXCEPTION,
+        sentence=f"phase {phase.name!r} raised on rank {rank}: {first_line(phase.error)}",
+        where={"rank": rank, "phase": phase.name},
+        moment=(phase.ordinal, 0),
+    )
+
+
+def refusal(evidence: Evidence, ran: Ran) -> str | None:
+    """The sentence of a refusal by `Adapter.build` on all ranks; ``None`` if there was none."""
+    first = [history.phases[0] if history.phases else None for history in evidence.history.ranks]
+    errors = [phase.error if phase is not None else None for phase in first]
+    kinds = ("Refusal", "NotImplementedError")
+    if all(error and error.split(":", 1)[0].rpartition(".")[2] in kinds for error in errors):
+        return f"refused at build: {first_line(errors[0])}"
+    return None
+
+
+def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
+    """One check's judgement."""
+    unclaimed = sorted(check.needs - evidence.capabilities)
+    if unclaimed:
+        return Judgement(
+            check=check.id, verdict=Verdict.UNSUPPORTED,
+            sentence=f"not claimed: {', '.join(unclaimed)}",
+        )
+    if refusal(evidence, ran) is not None:
+        return Judgement(check=check.id, verdict=Verdict.UNSUPPORTED, sentence="refused at build")
+    ledger = Ledger()
+    missing: NotObserved | None = None
+    try:
+        check.judge(evidence, ledger)
+    except NotObserved as gap:
+        missing = gap
+    first = ledger.first()
+    if first is not None:
+        return Judgement(
+            check=check.id, verdict=Verdict.FAIL, cause=first.cause, sentence=first.sentence,
+            error=first.error, bound=first.bound, where=first.where, moment=first.moment,
+        )
+    if missing is not None:
+        return _without_observation(check, evidence, ran, missing)
+    if not ledger.comparisons:
+        return Judgement(
+            check=check.id, verdict=Verdict.VACUOUS, sentence="nothing was there to compare"
+        )
+    vacuous = below_the_floor(evidence)
+    return Judgement(
+        check=check.id,
+        verdict=Verdict.VACUOUS if vacuous else Verdict.PASS,
+        sentence=vacuous or "; ".join(ledger.notes),
+        error=ledger.error,
+        bound=ledger.bound,
+    )
+
+
+def _without_observation(
+    check: Check, evidence: Evidence, ran: Ran, missing: NotObserved
+) -> Judgement:
+    own, sentence = blocked_by(evidence, missing)
+    if own:
+        return Judgement(
+            check=check.id, verdict=Verdict.FAIL, cause=Cause.EXCEPTION,
+            sentence=first_line(sentence), moment=(_last_phase(evidence), 1),
+        )
+    if ran.verdict is RankVerdict.OK:
+        return Judgement(
+            check=check.id, verdict=Verdict.FAIL, cause=Cause.MISSING_KEY,
+            sentence=f"the wrapper's run lacks {missing}",
+            moment=(_last_phase(evidence), 1),
+        )
+    reason = sentence if evidence.history.failed_phase() else ran.sentence
+    return Judgement(check=check.id, verdict=Verdict.BLOCKED, sentence=first_line(reason))
+
+
+def below_the_floor(evidence: Evidence) -> str:
+    """Why this run proves nothing; empty if it does prove something."""
+    losses = [float(seen.value) for seen in evidence.expected("loss")]
+    if len(losses) < 2:
+        return "fewer than two losses"
+    scale = max(abs(loss) for loss in losses)
+    if max(losses) - min(losses) < LOSS_MUST_MOVE * scale:
+        return f"the loss moved by less than {LOSS_MUST_MOVE:g} of itself"
+    if evidence.world > 1:
+        for history in evidence.history.ranks:
+            if not any(record.get("judged", True) for record in history.collectives):
+                return f"rank {history.rank} issued no collective"
+    return ""
+
+
+def _last_phase(evidence: Evidence) -> int:
+    return max((p.ordinal for h in evidence.history.ranks for p in h.phases), default=0)
+
+
+def first_line(text: str | None) -> str:
+    """The first line of a message, at most 300 characters."""
+    return (text or "").strip().split("\n", 1)[0][:300]
+
+

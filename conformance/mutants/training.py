@@ -1,0 +1,76 @@
+"""Defects of losses, gradients and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.adapter import Adapter, LossFn, Wrapped
+from conformance.causes import Cause
+from conformance.mutants.registry import mutant
+
+
+@mutant(check="gradients.scale", cause=Cause.SUMMED_NOT_AVERAGED, case="mlp/train/optimizer=sgd")
+class SummedNotAveraged(Adapter):
+    """Gradients are summed over ranks although their mean is declared."""
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Backward of W times the loss."""
+        super().backward(w, loss * dist.get_world_size())
+
+
+@mutant(check="gradients.value", cause=Cause.OFF_BY_ONE_SHARD, case="mlp/train/optimizer=sgd")
+class RowsShiftedByOne(Adapter):
+    """The rows of reduced gradients are shifted by one."""
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Shift after reduction."""
+        super().backward(w, loss)
+        for p in w.module.parameters():
+            if p.grad is not None:
+                p.grad.copy_(p.grad.roll(1, 0))
+
+
+@mutant(check="losses.value", cause=Cause.STALE, case="mlp/train/optimizer=sgd")
+class ForwardWithStaleParameters(Adapter):
+    """Forward uses the parameters of the step before."""
+
+    _previous: list[Tensor] | None = None
+
+    def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Swap old values in for the forward pass, keep the new ones for the step."""
+        current = [p.detach().clone() for p in w.module.parameters()]
+        previous, self._previous = self._previous or current, current
+        _assign(w, previous)
+        loss = super().forward(w, batch, loss_fn)
+        return loss
+
+    def optimizer_step(self, w: Wrapped) -> None:
+        """Step from the current values."""
+        assert self._previous is not None
+        _assign(w, self._previous)
+        super().optimizer_step(w)
+
+
+@mutant(check="parameters.end", cause=Cause.STALE, case="mlp/train/optimizer=sgd")
+class LastStepLost(Adapter):
+    """The sixth optimizer step does not reach the parameters."""
+
+    _steps = 0
+
+    def optimizer_step(self, w: Wrapped) -> None:
+        """Undo the step when it is the last."""
+        before = [p.detach().clone() for p in w.module.parameters()]
+        super().optimizer_step(w)
+        self._steps += 1
+        if self._steps == 6:
+            _assign(w, before)
+
+
+def _assign(w: Wrapped, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for p, value in zip(w.module.parameters(), values, strict=True):
+            p.copy_(value)

@@ -1,0 +1,270 @@
+"""The unsharded truth: all ranks of a scenario, one after the other, on one parameter set.
+
+Virtual ranks share the parameters; each has its own batches, buffers and random number stream.
+The gradient is the sum over ranks, in rank order, of the gradient of each rank's mean loss, divided
+by the number of ranks; then one optimizer steps once. Imports no wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from conformance.adapter import (
+    CAPABILITIES,
+    Adapter,
+    BuildConfig,
+    Conventions,
+    LossFn,
+    OptimizerFactory,
+    StateKind,
+    StepResult,
+    Wrapped,
+    clean_fqn,
+    named_parameters,
+    to_cpu,
+)
+from conformance.per_rank import PerRank
+
+T = TypeVar("T")
+BufferKey = tuple[str, str]  # (path of the owning module, name of the buffer)
+
+
+@dataclass(kw_only=True)
+class VirtualState:
+    """What the virtual ranks of one model hold apart from each other.
+
+    Attributes:
+        buffers: per rank, (module path, buffer name) to tensor.
+        rng: per rank, the state of the CPU and of the accelerator generator.
+        gradients: per rank, one entry per trainable parameter, accumulated over micro-batches.
+        last_micro: the same, of the newest backward only.
+    """
+
+    buffers: list[dict[BufferKey, Tensor | None]]
+    rng: list[tuple[Tensor, Tensor | None]]
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+    last_micro: list[list[Tensor | None]] = field(default_factory=list)
+
+
+class VirtualRanks(Adapter):
+    """The oracle, in the shape of an adapter, so that it runs the very same scenarios.
+
+    Batches and losses are `PerRank`. `reverse` accumulates ranks in the other order: same
+    mathematics, other rounding, which is how the oracle's own noise is measured.
+    """
+
+    name = "oracle"
+
+    def __init__(
+        self, world: int, conventions: Conventions, capabilities: frozenset[str], *, seed: int,
+        reverse: bool = False,
+    ) -> None:
+        """An oracle of `world` ranks under the conventions of the adapter that it is compared to."""
+        self.world = world
+        # who divides the loss makes no difference to the truth: here the caller always does
+        self.conventions = replace(conventions, loss_divided_by_accumulation=False)
+        self.capabilities = frozenset(CAPABILITIES) & (
+            capabilities | {"gradients", "model_state.full", "optim_state.full"}
+        )
+        self.seed = seed
+        self.order = range(world - 1, -1, -1) if reverse else range(world)
+
+    def build(
+        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
+    ) -> Wrapped:
+        """The bare model with its optimizer, and fresh virtual ranks around them."""
+        state = VirtualState(
+            buffers=[_clone_buffers(model) for _ in range(self.world)],
+            rng=[_seeded(self.seed, rank) for rank in range(self.world)],
+        )
+        optimizer = make_optimizer(p for p in model.parameters())
+        wrapped = Wrapped(module=model, optimizer=optimizer, native=state)
+        self._reset(wrapped)
+        return wrapped
+
+    def step(
+        self, w: Wrapped, micro_batches: Sequence[Any], loss_fn: LossFn, *,
+        max_norm: float | None = None, norm_type: float = 2.0,
+    ) -> StepResult:
+        """The adapter's step over virtual ranks."""
+        self._take_over_buffers(w)
+        return super().step(w, micro_batches, loss_fn, max_norm=max_norm, norm_type=norm_type)
+
+    def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Any:
+        """The loss of every rank."""
+        return PerRank(
+            tuple(
+                self._on_rank(w, rank, lambda rank=rank: loss_fn(w.module, batch.values[rank]))
+                for rank in range(self.world)
+            )
+        )
+
+    def backward(self, w: Wrapped, loss: Any) -> None:
+        """Accumulate every rank's gradient, then set ``.grad`` to what reduction would leave."""
+        parameters = trainable(w.module)
+        for rank in range(self.world):
+            fresh = torch.autograd.grad(loss.values[rank], parameters, allow_unused=True)
+            w.native.last_micro[rank] = list(fresh)
+            w.native.gradients[rank] = [
+                add(old, new) for old, new in zip(w.native.gradients[rank], fresh, strict=True)
+            ]
+        for index, parameter in enumerate(parameters):
+            parts = [w.native.gradients[rank][index] for rank in self.order]
+            parameter.grad = self.reduce(parts, parameter)
+
+    def reduce(self, parts: Sequence[Tensor | None], parameter: Tensor) -> Tensor | None:
+        """What reduction makes of the ranks' gradients of one parameter."""
+        total: Tensor | None = None
+        for part in parts:
+            total = add(total, part)
+        if total is None:
+            zero = self.conventions.unused_grad == "zero"
+            return torch.zeros_like(parameter) if zero else None
+        return total if self.conventions.gradients == "sum" else total / self.world
+
+    def zero_grad(self, w: Wrapped) -> None:
+        """Drop the reduced gradients and every rank's own."""
+        super().zero_grad(w)
+        self._reset(w)
+
+    def evaluate(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Any:
+        """The evaluation loss of every rank."""
+        self._take_over_buffers(w)
+        w.module.eval()
+        with torch.no_grad():
+            losses = self.forward(w, batch, loss_fn)
+        w.module.train()
+        return losses
+
+    def buffers(self, w: Wrapped) -> Any:
+        """Every rank's buffers."""
+        return PerRank(
+            tuple(
+                {clean_fqn(f"{path}.{name}" if path else name): to_cpu(value)
+                 for (path, name), value in buffers.items() if value is not None}
+                for buffers in w.native.buffers
+            )
+        )
+
+    def model_state(
+        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
+    ) -> Any:
+        """Every rank's state dict: the shared parameters with that rank's buffers."""
+        return PerRank(
+            tuple(
+                self._on_rank(
+                    w, rank, lambda: {k: to_cpu(v) for k, v in w.module.state_dict().items()}
+                )
+                for rank in range(self.world)
+            )
+        )
+
+    def load_model_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
+        """Load every rank's state dict."""
+        for rank in range(self.world):
+            content: Mapping[str, Any] = state.values[rank]
+            self._on_rank(w, rank, lambda content=content: w.module.load_state_dict(content))
+
+    def rank_gradients(self, w: Wrapped) -> PerRank:
+        """Every rank's own gradients before reduction, FQN to tensor."""
+        return PerRank(tuple(self._by_fqn(w, grads) for grads in w.native.gradients))
+
+    def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
+        """What reduction would leave if the newest micro-batch were the only one."""
+        parameters = trainable(w.module)
+        reduced = [
+            self.reduce([w.native.last_micro[rank][index] for rank in self.order], parameter)
+            for index, parameter in enumerate(parameters)
+        ]
+        return self._by_fqn(w, reduced)
+
+    def _by_fqn(self, w: Wrapped, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        by_id = {id(p): g for p, g in zip(trainable(w.module), gradients, strict=True)}
+        found = {fqn: by_id.get(id(p)) for fqn, p in named_parameters(w.module)}
+        return {fqn: to_cpu(g) for fqn, g in found.items() if g is not None}
+
+    def _reset(self, w: Wrapped) -> None:
+        count = len(trainable(w.module))
+        w.native.gradients = [[None] * count for _ in range(self.world)]
+        w.native.last_micro = [[None] * count for _ in range(self.world)]
+
+    def _take_over_buffers(self, w: Wrapped) -> None:
+        if self.conventions.buffers == "rank0":
+            for rank in range(1, self.world):
+                w.native.buffers[rank] = {
+                    key: None if b is None else b.clone() for key, b in w.native.buffers[0].items()
+                }
+
+    def _on_rank(self, w: Wrapped, rank: int, work: Callable[[], T]) -> T:
+        with _as_rank(w.module, w.native, rank):
+            return work()
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that take gradients, each once."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Sum of two gradients, either of which may be missing."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+def _clone_buffers(module: nn.Module) -> dict[BufferKey, Tensor | None]:
+    return {
+        (path, name): None if buffer is None else buffer.clone()
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+    }
+
+
+def _seeded(seed: int, rank: int) -> tuple[Tensor, Tensor | None]:
+    """Generator states as a rank has them after `torch.manual_seed` with its own seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(rank_seed(seed, rank))
+        return _rng_state()
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Seed of one rank's random number stream."""
+    return seed * 1000 + rank
+
+
+def _rng_state() -> tuple[Tensor, Tensor | None]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.get_device_module(accelerator).get_rng_state()
+
+
+def _set_rng_state(state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        torch.get_device_module(accelerator).set_rng_state(state[1])
+
+
+@contextmanager
+def _as_rank(module: nn.Module, state: VirtualState, rank: int) -> Iterator[None]:
+    """Inside, `module` has the buffers of `rank` and random numbers are that rank's."""
+    owners = dict(module.named_modules())
+    outside = _rng_state()
+    for (path, name), buffer in state.buffers[rank].items():
+        owners[path]._buffers[name] = buffer
+    _set_rng_state(state.rng[rank])
+    try:
+        yield
+    finally:
+        state.buffers[rank] = {
+            (path, name): owners[path]._buffers[name] for path, name in state.buffers[rank]
+        }
+        state.rng[rank] = _rng_state()
+        _set_rng_state(outside)

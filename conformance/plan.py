@@ -1,0 +1,118 @@
+"""Which cases a run consists of. Data in, data out; nothing is built or run here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from conformance import models
+from conformance.adapter import CAPABILITIES
+from conformance.case import Case
+from conformance.checks import CHECKS, PROFILES, Check
+from conformance.errors import unknown
+from conformance.optimizers import OPTIMIZERS
+from conformance.scenarios import SCENARIOS
+
+ACCUMULATIONS = (1, 3)
+STATE_KINDS = ("full", "sharded", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One case to run.
+
+    Attributes:
+        case: the case.
+        probe: a capability that the adapter does not claim and that this case tries out.
+    """
+
+    case: Case
+    probe: str | None = None
+
+
+def select_checks(profiles: Collection[str] = (), patterns: Sequence[str] = ()) -> list[Check]:
+    """The checks of the given profiles whose id matches one of the patterns.
+
+    Raises:
+        UsageError: an unknown profile, or a pattern that matches no check.
+    """
+    for profile in profiles:
+        if profile not in PROFILES:
+            raise unknown("profile", profile, PROFILES)
+    for pattern in patterns:
+        if not any(fnmatchcase(id, pattern) for id in CHECKS):
+            raise unknown("check", pattern, CHECKS)
+    return [
+        check
+        for check in CHECKS.values()
+        if (not profiles or check.profile in profiles)
+        and (not patterns or any(fnmatchcase(check.id, p) for p in patterns))
+    ]
+
+
+def select_models(patterns: Sequence[str] = ()) -> list[models.ModelCase]:
+    """The model cases whose name matches one of the patterns; all without patterns.
+
+    Raises:
+        UsageError: a pattern that matches no model.
+    """
+    registry = models.cases()
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in registry):
+            raise unknown("model", pattern, registry)
+    return [
+        model
+        for name, model in registry.items()
+        if not patterns or any(fnmatchcase(name, p) for p in patterns)
+    ]
+
+
+def plan(
+    capabilities: frozenset[str], checks: Sequence[Check], chosen: Sequence[models.ModelCase]
+) -> list[Planned]:
+    """The cases that the given checks judge, for an adapter with these claims."""
+    wanted = frozenset().union(*(check.scenarios for check in checks)) if checks else frozenset()
+    planned: list[Planned] = []
+    for model in chosen:
+        for case in _cases(model, capabilities):
+            judged = any(
+                case.scenario in check.scenarios and check.applies(case, model) for check in checks
+            )
+            if case.scenario in wanted and judged:
+                planned.append(Planned(case=case))
+    return planned
+
+
+def _cases(model: models.ModelCase, capabilities: frozenset[str]) -> Iterator[Case]:
+    """All cases of one model that an adapter with these claims can be asked for."""
+    training = "unused" if "unused" in model.traits else "train"
+    for scenario in SCENARIOS.values():
+        if scenario.needs - capabilities:
+            continue
+        if scenario.name == training:
+            for optimizer in OPTIMIZERS:
+                for accumulation in ACCUMULATIONS:
+                    yield Case.of(
+                        model.name, training, optimizer=optimizer, accumulation=accumulation
+                    )
+        elif scenario.name == "checkpoint":
+            yield from _checkpoints(model, capabilities)
+        elif scenario.name not in ("train", "unused") and training == "train":
+            yield Case.of(model.name, scenario.name)
+
+
+def _checkpoints(model: models.ModelCase, capabilities: frozenset[str]) -> Iterator[Case]:
+    if "unused" in model.traits and "unused_parameters" not in capabilities:
+        return
+    for kind in STATE_KINDS:
+        if {f"model_state.{kind}", f"optim_state.{kind}"} <= capabilities:
+            for options in ("default", "explicit"):
+                yield Case.of(model.name, "checkpoint", kind=kind, options=options)
+    if "save" in capabilities:
+        yield Case.of(model.name, "checkpoint", kind="save")
+
+
+def unclaimed(capabilities: frozenset[str]) -> list[str]:
+    """Capabilities that are not claimed."""
+    return sorted(set(CAPABILITIES) - capabilities)

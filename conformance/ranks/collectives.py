@@ -1,0 +1,149 @@
+"""Record every collective before it is issued, whoever issues it: DDP, FSDP, DTensor or the user.
+
+A dispatch mode sees the operators of the `c10d` and `_c10d_functional` namespaces on the thread that
+installed it and on the autograd threads that serve it. Collectives of other threads, and those that
+a compiled graph or a backend issues below the dispatcher, are not seen.
+
+Knows operators and process groups. Must not know verdicts, processes or files (the ring is given).
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.ranks.modules import ModuleTracker, in_backward
+from conformance.ranks.operators import Call, parse
+from conformance.ranks.records import CollectiveRecord, Ring
+from conformance.ranks.signature import signature
+
+__all__ = ["CollectiveRecorder"]
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """A context manager that records the collectives issued inside it.
+
+    Recording changes no result: arguments and results pass through untouched. It costs host time on
+    every operator, and `torch.compile` runs eagerly under it.
+
+    Attributes:
+        records: all collectives so far, in the order in which this rank issued them.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default wraps `__torch_dispatch__` such that the first operator imports torch._dynamo:
+        # 2.5 s in every fresh rank.
+        return False
+
+    def __init__(self, ring: Ring | None = None) -> None:
+        """Make a recorder that is not active yet.
+
+        Args:
+            ring: shared memory in which the controller can read the records; None keeps them here.
+        """
+        super().__init__()
+        self.records: list[CollectiveRecord] = []
+        self._ring = ring
+        self._modules = ModuleTracker()
+        self._phase = ""
+        self._judged = True
+        self._streams: dict[str, tuple[int, int]] = {}
+        self._depth = 0
+
+    def __enter__(self) -> CollectiveRecorder:
+        if self._depth == 0:
+            self._modules.install()
+        self._depth += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._depth -= 1
+        if self._depth == 0:
+            self._modules.remove()
+
+    @property
+    def streams(self) -> Mapping[str, tuple[int, int]]:
+        """Per stream, how many collectives were entered and a checksum over their signatures."""
+        return dict(self._streams)
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Name modules by their fully qualified names under `root`; later names win."""
+        self._modules.name_modules(root)
+
+    def mark(self, phase: str) -> None:
+        """Label the collectives from here on."""
+        self._phase = phase
+
+    @contextmanager
+    def unjudged(self) -> Iterator[None]:
+        """Mark what is issued inside as side-door traffic (`judged=False`)."""
+        before, self._judged = self._judged, False
+        try:
+            yield
+        finally:
+            self._judged = before
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", None) not in _NAMESPACES:
+            return func(*args, **kwargs)
+        indices = [self._enter(call) for call in parse(func, args, kwargs)]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for index in indices:
+                self._leave(index)
+
+    def _enter(self, call: Call) -> int:
+        stream = call.stream
+        nth, checksum = self._streams.get(stream, (0, 0))
+        record = CollectiveRecord(
+            index=len(self.records),
+            op=call.op,
+            group=call.group,
+            group_ranks=call.group_ranks,
+            stream=stream,
+            nth=nth + 1,
+            numel=call.numel,
+            shapes=call.shapes,
+            dtype=call.dtype,
+            bytes=call.bytes,
+            reduce_op=call.reduce_op,
+            root=call.root,
+            module=self._modules.current(),
+            phase=self._phase,
+            backward=in_backward(),
+            judged=self._judged,
+            entered=time.monotonic(),
+        )
+        text = repr(signature(record)).encode()
+        self._streams[stream] = (nth + 1, zlib.crc32(text, checksum))
+        self.records.append(record)
+        if self._ring is not None:
+            self._ring.enter(record)
+        return record.index
+
+    def _leave(self, index: int) -> None:
+        now = self._ring.leave(index) if self._ring is not None else time.monotonic()
+        self.records[index] = replace(self.records[index], left=now)
+

@@ -1,0 +1,302 @@
+"""The pool: ranks that are kept between jobs, and thrown away when a job may have spoilt them.
+
+Knows when ranks may be kept. Must not know how a verdict is found.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from conformance.ranks.job import Job
+from conformance.ranks.outcome import Outcome, RankVerdict
+from conformance.ranks.process import ForkServer, RankProcess
+from conformance.ranks.setup import RankSetup
+from conformance.ranks.supervise import Supervisor
+from conformance.ranks.wire import WireError, receive, send
+
+__all__ = ["RankPool", "shared_pool"]
+
+SEED = 0
+_TIDY_TIMEOUT = 10.0
+_END_GRACE = 0.5
+_END_TIMEOUT = 10.0
+
+
+class RankPool:
+    """`world` rank processes on this machine, forked from a server that has torch imported.
+
+    A context manager. One job runs at a time; other threads wait.
+
+    Attributes:
+        world: number of ranks.
+        device: device type; rank r uses device r of those that are visible.
+        backend: backend of the default process group, None for torch's own for the device.
+        replaced: why the kept ranks were last thrown away, "" if they never were.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: int,
+        device: str = "cpu",
+        backend: str | None = None,
+        preload: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make a pool; the processes start with the first job.
+
+        Args:
+            world: number of ranks, at least 1.
+            device: "cpu" or a type of `torch.accelerator`.
+            backend: name of a backend, None for the device's own.
+            preload: modules that the ranks have imported before they are forked. They must not run
+                tensor operators or initialise an accelerator when imported.
+            env: environment variables of the ranks, over the controller's.
+        """
+        if world < 1:
+            raise ValueError(f"a pool needs at least 1 rank, got world={world}")
+        self.world = world
+        self.device = device
+        self.backend = backend
+        self.replaced = ""
+        self._preload = tuple(preload)
+        self._env = dict(env or {})
+        self._lock = threading.RLock()
+        self._server: ForkServer | None = None
+        self._kept: list[RankProcess] = []
+        self._generation = 0
+        self._jobs = 0
+        self._owner = os.getpid()
+        self._closed = False
+
+    def run(self, job: Job, *, timeout: float = 60.0, fresh: bool = False) -> Outcome:
+        """Run a job on all ranks and wait for it.
+
+        Returns within `timeout` plus about 15 s whatever the ranks do, plus the time that importing
+        torch takes if the pool must start first.
+
+        Args:
+            job: what every rank imports and calls.
+            timeout: bound in seconds, from the moment the job is sent.
+            fresh: use ranks that run nothing else before or after.
+
+        Raises:
+            RuntimeError: the pool is closed, belongs to another process, or cannot start.
+            TypeError: the job's `kwargs` cannot be pickled.
+        """
+        with self._lock:
+            self._check_usable()
+            kwargs = _pickled(job)
+            server = self._running_server()
+            ranks = self._fork(server) if fresh else self._kept_ranks(server)
+            self._jobs += 1
+            directory = server.root / f"job{self._jobs}"
+            (directory / "scratch").mkdir(parents=True)
+            self._send(ranks, job, kwargs, directory)
+            outcome = Supervisor(
+                server=server, ranks=ranks, directory=directory, timeout=timeout
+            ).watch()
+            if fresh:
+                self._end(server, ranks)
+            else:
+                self._keep_or_replace(server, outcome)
+            shutil.rmtree(directory, ignore_errors=True)
+            return outcome
+
+    def close(self) -> None:
+        """End all ranks and remove their files. May be called twice."""
+        with self._lock:
+            self._closed = True
+            if self._owner != os.getpid():
+                return  # a forked copy must not end the original's ranks
+            for rank in self._kept:
+                rank.close()
+            self._kept = []
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("this pool is closed; make another")
+        if self._owner != os.getpid():
+            raise RuntimeError(
+                f"this pool belongs to process {self._owner}, not to its fork {os.getpid()}; "
+                "make one in the process that uses it"
+            )
+
+    def _running_server(self) -> ForkServer:
+        if self._server is not None and not self._server.alive:
+            self._server.close()
+            self._server, self._kept = None, []
+        if self._server is None:
+            self._server = ForkServer(preload=self._preload, env=self._env)
+        return self._server
+
+    def _kept_ranks(self, server: ForkServer) -> list[RankProcess]:
+        server.collect_exits(self._kept)
+        dead = [rank for rank in self._kept if rank.exit is not None]
+        if dead:
+            self._replace(server, f"rank {dead[0].setup.rank} died between jobs: {dead[0].exit}")
+        if not self._kept:
+            self._kept = self._fork(server)
+        return self._kept
+
+    def _fork(self, server: ForkServer) -> list[RankProcess]:
+        self._generation += 1
+        directory = server.root / f"ranks{self._generation}"
+        directory.mkdir()
+        port = _free_port()
+        return [
+            server.fork(
+                RankSetup(
+                    rank=rank,
+                    world=self.world,
+                    device=self.device,
+                    backend=self.backend,
+                    store=str(directory / "store"),
+                    output=str(directory / f"rank{rank}.out"),
+                    stacks=str(directory / f"rank{rank}.stacks"),
+                    port=port,
+                )
+            )
+            for rank in range(self.world)
+        ]
+
+    def _send(
+        self, ranks: Sequence[RankProcess], job: Job, kwargs: bytes, directory: Path
+    ) -> None:
+        message = pickle.dumps(
+            {
+                "kind": "job",
+                "file": job.file,
+                "module": job.module,
+                "qualname": job.qualname,
+                "sys_path": job.sys_path,
+                "cwd": job.cwd,
+                "kwargs": kwargs,
+                "directory": str(directory),
+                "seed": SEED,
+            }
+        )
+        for rank in ranks:
+            _tell(rank, message)
+
+    def _keep_or_replace(self, server: ForkServer, outcome: Outcome) -> None:
+        if outcome.verdict not in (RankVerdict.OK, RankVerdict.SKIP):
+            self._replace(server, f"the job's verdict was {outcome.verdict}")
+            return
+        message = pickle.dumps({"kind": "tidy"})
+        for rank in self._kept:
+            _tell(rank, message)
+        deadline = time.monotonic() + _TIDY_TIMEOUT
+        for rank in self._kept:
+            reason = _tidied(rank, deadline)
+            if reason:
+                self._replace(server, f"rank {rank.setup.rank} {reason}")
+                return
+
+    def _replace(self, server: ForkServer, reason: str) -> None:
+        self.replaced = reason
+        ranks, self._kept = self._kept, []
+        self._end(server, ranks)
+
+    def _end(self, server: ForkServer, ranks: Sequence[RankProcess]) -> None:
+        """End ranks with their children: asked, then told."""
+        for rank in ranks:
+            rank.close()
+        server.collect_exits(ranks)
+        alive = [rank for rank in ranks if rank.exit is None]
+        if alive and server.alive:
+            server.signal(alive, signal.SIGTERM, group=True)
+            if not server.wait_exits(alive, _END_GRACE):
+                server.signal(alive, signal.SIGKILL, group=True)
+                server.wait_exits(alive, _END_TIMEOUT)
+        for rank in ranks:
+            shutil.rmtree(Path(rank.setup.output).parent, ignore_errors=True)
+
+
+def _pickled(job: Job) -> bytes:
+    try:
+        return pickle.dumps(dict(job.kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"the arguments of job {job.module}.{job.qualname} cannot be sent to ranks: {error}; "
+            "pass plain data"
+        ) from error
+
+
+def _tell(rank: RankProcess, message: bytes) -> None:
+    """Send to a rank; one that is dead or stuffed shows up as such when it is watched."""
+    try:
+        rank.channel.settimeout(_TIDY_TIMEOUT)
+        send(rank.channel, message)
+    except (OSError, WireError):
+        return
+
+
+def _tidied(rank: RankProcess, deadline: float) -> str:
+    """Why a rank cannot be kept, "" if it can."""
+    try:
+        rank.channel.settimeout(max(0.01, deadline - time.monotonic()))
+        answer = receive(rank.channel)
+        if answer is None:
+            return "died after the job"
+        changed: list[str] = json.loads(answer)["changed"]
+    except (OSError, WireError, ValueError, KeyError) as error:
+        return f"did not tidy up after the job ({error})"
+    return f"left changed: {', '.join(changed[:5])}" if changed else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+_shared: dict[tuple[Any, ...], RankPool] = {}
+_shared_lock = threading.Lock()
+
+
+def shared_pool(
+    world: int, device: str = "cpu", backend: str | None = None, preload: Sequence[str] = ()
+) -> RankPool:
+    """The pool of this process for these settings; made once, closed when the process exits."""
+    key = (os.getpid(), world, device, backend, tuple(preload))
+    with _shared_lock:
+        pool = _shared.get(key)
+        if pool is None or pool._closed:
+            if not _shared:
+                atexit.register(_close_shared)
+            pool = RankPool(world=world, device=device, backend=backend, preload=preload)
+            _shared[key] = pool
+        return pool
+
+
+def _close_shared() -> None:
+    for pool in list(_shared.values()):
+        pool.close()

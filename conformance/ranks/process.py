@@ -1,0 +1,224 @@
+"""The controller's handles on the forkserver and on the ranks that it forks.
+
+Knows processes, descriptors and signals. Must not know jobs or verdicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conformance.ranks.setup import RankSetup
+from conformance.ranks.wire import Inbox, WireError, receive, send
+
+__all__ = ["ForkServer", "RankProcess", "describe_exit"]
+
+START_TIMEOUT = 300.0
+"""Importing torch and the preloaded modules on a cold, loaded machine."""
+_ANSWER_TIMEOUT = 30.0
+_BOOT = (
+    "import sys; sys.path[:] = {path!r}; from conformance.ranks.forkserver import main; "
+    "main({channel}, {exits}, {preload!r}, {root!r})"
+)
+
+
+@dataclass(kw_only=True)
+class RankProcess:
+    """One rank as the controller sees it."""
+
+    setup: RankSetup
+    pid: int
+    channel: socket.socket
+    inbox: Inbox = field(default_factory=Inbox)
+    exit: str | None = None
+    """How it ended, None while it lives."""
+
+    def close(self) -> None:
+        """Close the controller's end of the channel; an idle rank then leaves by itself."""
+        self.channel.close()
+
+
+class ForkServer:
+    """Starts the forkserver process, asks it for ranks, and hears of their exits."""
+
+    def __init__(self, *, preload: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the process; it imports while the caller goes on, up to the first `fork`.
+
+        Args:
+            preload: modules to import before forking.
+            env: environment variables of the forkserver and its ranks, over the controller's own.
+        """
+        self.root = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.log = self.root / "forkserver.log"
+        self._channel, theirs = socket.socketpair()
+        self._exits, their_exits = os.pipe()
+        os.set_blocking(self._exits, False)
+        self._partial = b""
+        self._ready = False
+        self._statuses: dict[int, str] = {}
+        boot = _BOOT.format(
+            path=[entry or os.getcwd() for entry in sys.path],
+            channel=theirs.fileno(),
+            exits=their_exits,
+            preload=list(preload),
+            root=str(self.root),
+        )
+        with theirs, self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", boot],
+                env={**os.environ, **_fixed_environment(), **env},
+                pass_fds=(theirs.fileno(), their_exits),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        os.close(their_exits)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def exits_fd(self) -> int:
+        """Descriptor that becomes readable when a rank has died."""
+        return self._exits
+
+    def wait_ready(self) -> None:
+        """Wait until its imports are done.
+
+        Raises:
+            RuntimeError: a module cannot be imported, or the process died or took too long.
+        """
+        if self._ready:
+            return
+        answer = self._receive(START_TIMEOUT)
+        if "error" in answer:
+            raise RuntimeError(f"the forkserver of the ranks failed: {answer['error']}")
+        self._ready = True
+
+    def fork(self, setup: RankSetup) -> RankProcess:
+        """Fork one rank.
+
+        Raises:
+            RuntimeError: the forkserver is gone or does not answer.
+        """
+        self.wait_ready()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            answer = self._ask({"kind": "fork", "setup": setup}, [theirs.fileno()])
+        return RankProcess(setup=setup, pid=answer["pid"], channel=ours)
+
+    def signal(self, ranks: Sequence[RankProcess], number: int, *, group: bool) -> None:
+        """Signal ranks (with their process groups); those that are dead are left out.
+
+        The forkserver does it, because only the parent knows that a process id is not reused.
+        """
+        pids = [rank.pid for rank in ranks]
+        self._ask({"kind": "signal", "pids": pids, "signal": int(number), "group": group}, [])
+
+    def collect_exits(self, ranks: Sequence[RankProcess]) -> None:
+        """Note in `ranks` which have ended, and how. Does not wait."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._exits, 65536):
+                self._partial += chunk
+        *lines, self._partial = self._partial.split(b"\n")
+        for line in lines:
+            pid, status = map(int, line.split())
+            self._statuses[pid] = describe_exit(status)
+        for rank in ranks:
+            if rank.exit is None and rank.pid in self._statuses:
+                rank.exit = self._statuses.pop(rank.pid)
+            elif rank.exit is None and not self.alive:
+                rank.exit = "gone with its forkserver"
+
+    def wait_exits(self, ranks: Sequence[RankProcess], timeout: float) -> bool:
+        """Wait until all `ranks` have ended; False if some live on after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.collect_exits(ranks)
+            left = deadline - time.monotonic()
+            if all(rank.exit is not None for rank in ranks):
+                return True
+            if left <= 0:
+                return False
+            select.select([self._exits], [], [], min(left, 0.5))
+
+    def close(self) -> None:
+        """End the process and all of its ranks, and remove its files."""
+        with contextlib.suppress(OSError, WireError):
+            self._channel.settimeout(1.0)
+            self._channel.sendall(b"r")
+            send(self._channel, pickle.dumps({"kind": "close"}))
+        self._channel.close()
+        try:
+            self._process.wait(timeout=2.0 if self._ready else 0.0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its ranks die with it
+            self._process.wait(timeout=_ANSWER_TIMEOUT)
+        os.close(self._exits)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        try:
+            self._channel.settimeout(_ANSWER_TIMEOUT)
+            socket.send_fds(self._channel, [b"r"], fds)
+            send(self._channel, pickle.dumps(request))
+        except OSError as error:
+            raise self._gone(error) from error
+        return self._receive(_ANSWER_TIMEOUT)
+
+    def _receive(self, timeout: float) -> dict[str, Any]:
+        try:
+            self._channel.settimeout(timeout)
+            payload = receive(self._channel)
+        except (OSError, WireError) as error:
+            raise self._gone(error) from error
+        if payload is None:
+            raise self._gone(None)
+        answer: dict[str, Any] = pickle.loads(payload)
+        return answer
+
+    def _gone(self, error: Exception | None) -> RuntimeError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1.0)
+        code = self._process.poll()
+        state = "does not answer" if code is None else f"ended with status {code}"
+        tail = self.log.read_bytes()[-2000:].decode(errors="replace").strip()
+        return RuntimeError(f"the forkserver of the ranks {state} ({error}); its output: {tail}")
+
+
+def describe_exit(status: int) -> str:
+    """A wait status in words: "signal SIGKILL" or "exit 3"."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            return f"signal {signal.Signals(number).name}"
+        except ValueError:
+            return f"signal {number}"
+    return f"exit {os.WEXITSTATUS(status)}"
+
+
+def _fixed_environment() -> dict[str, str]:
+    """Set before torch is imported: one OpenMP thread, gloo on the loopback device."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+        "PYTHONUNBUFFERED": "1",
+    }

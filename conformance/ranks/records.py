@@ -1,0 +1,200 @@
+"""The record of one collective, and the shared-memory ring that holds each rank's last ones.
+
+A rank writes the record before it issues the collective; the controller reads it from outside when
+the rank can no longer speak. Knows bytes and plain data. Must not know torch.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+__all__ = ["CollectiveRecord", "Ring", "read_ring", "ring_counts"]
+
+SLOTS = 256
+"""Records kept per rank: more than a rank can be ahead of its peers in practice."""
+SLOT_BYTES = 1024
+_HEADER = struct.Struct("<4sIQQ")  # magic, slots, entered, left
+_SLOT = struct.Struct("<QddI")  # index + 1, entered, left (0.0: inside the call), payload bytes
+_MAGIC = b"RNG1"
+_HEADER_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRecord:
+    """One collective, as the rank that issued it saw it.
+
+    Attributes:
+        index: position among all records of this rank's job, from 0.
+        op: plain name: all_reduce, all_gather, reduce_scatter, broadcast, barrier, send, ...
+        group: name of the process group, equal on all of its members.
+        group_ranks: global ranks of the members.
+        stream: the ordered sequence in which this collective must agree with its peers': one per
+            group, and one per (group, sender, receiver) for point-to-point traffic.
+        nth: position in that stream, from 1.
+        numel: elements of the full payload: the output of an all_gather, the input of a
+            reduce_scatter, all pieces of a gather, a scatter or an all_to_all.
+        shapes: shapes of the tensors of that payload as this rank passed them.
+        dtype: their dtype ("float32"); several are joined by "+".
+        bytes: size of the full payload.
+        reduce_op: "sum", "avg", "max", ...; None where nothing is reduced.
+        root: global rank of the root, or the peer of a send or recv; None if there is none.
+        module: fully qualified name of the module whose forward or backward issued it; "" is the
+            named root itself, None is outside of every module.
+        phase: label that the job gave by `CollectiveRecorder.mark`.
+        backward: whether it was issued while autograd ran a backward.
+        judged: False for side-door traffic.
+        entered: `time.monotonic()` just before the call.
+        left: the same just after it returned, None inside. An asynchronous collective may still be
+            in flight after that.
+    """
+
+    index: int
+    op: str
+    group: str
+    group_ranks: tuple[int, ...]
+    stream: str
+    nth: int
+    numel: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
+    bytes: int = 0
+    reduce_op: str | None = None
+    root: int | None = None
+    module: str | None = None
+    phase: str = ""
+    backward: bool = False
+    judged: bool = True
+    entered: float = field(default=0.0, compare=False)
+    left: float | None = field(default=None, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the payload where it is one tensor, else None."""
+        return self.shapes[0] if len(self.shapes) == 1 else None
+
+    def to_json(self) -> dict[str, object]:
+        """All fields as JSON-able data."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_json(cls, data: dict[str, object]) -> CollectiveRecord:
+        """The inverse of `to_json`, also after a round trip through JSON text."""
+        plain = dict(data)
+        plain["group_ranks"] = tuple(plain["group_ranks"])  # type: ignore[arg-type]
+        plain["shapes"] = tuple(tuple(shape) for shape in plain["shapes"])  # type: ignore[attr-defined]
+        return cls(**plain)  # type: ignore[arg-type]
+
+
+class Ring:
+    """The writing end: one file per rank and job, mapped into the rank's memory.
+
+    The kernel keeps the mapped pages when the rank dies, so the last record survives any signal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create and map the file.
+
+        Args:
+            path: where; its directory exists.
+        """
+        size = _HEADER_BYTES + SLOTS * SLOT_BYTES
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, size)
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._entered = 0
+        self._left = 0
+        self._write_header()
+
+    def enter(self, record: CollectiveRecord) -> None:
+        """Publish a record whose collective is about to be issued."""
+        payload = _fit(record)
+        offset = _HEADER_BYTES + (record.index % SLOTS) * SLOT_BYTES
+        start = offset + _SLOT.size
+        _SLOT.pack_into(self._map, offset, 0, 0.0, 0.0, 0)  # a reader skips a half-written slot
+        self._map[start : start + len(payload)] = payload
+        _SLOT.pack_into(self._map, offset, record.index + 1, record.entered, 0.0, len(payload))
+        self._entered += 1
+        self._write_header()
+
+    def leave(self, index: int) -> float:
+        """Mark that the call of record `index` returned; gives the time of it."""
+        now = time.monotonic()
+        offset = _HEADER_BYTES + (index % SLOTS) * SLOT_BYTES
+        tag, entered, _, length = _SLOT.unpack_from(self._map, offset)
+        if tag == index + 1:
+            _SLOT.pack_into(self._map, offset, tag, entered, now, length)
+        self._left += 1
+        self._write_header()
+        return now
+
+    def close(self) -> None:
+        """Unmap the file; it stays on disk."""
+        self._map.close()
+
+    def _write_header(self) -> None:
+        _HEADER.pack_into(self._map, 0, _MAGIC, SLOTS, self._entered, self._left)
+
+
+def ring_counts(path: Path) -> tuple[int, int]:
+    """How many collectives a rank has entered and left so far; (0, 0) without a readable ring."""
+    try:
+        with path.open("rb") as file:
+            magic, _, entered, left = _HEADER.unpack(file.read(_HEADER.size))
+    except (OSError, struct.error):
+        return 0, 0
+    return (entered, left) if magic == _MAGIC else (0, 0)
+
+
+def read_ring(path: Path) -> tuple[CollectiveRecord, ...]:
+    """The last records of a rank, oldest first; half-written ones are left out."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return ()
+    if len(data) < _HEADER_BYTES or data[:4] != _MAGIC:
+        return ()
+    found = [_read_slot(data, _HEADER_BYTES + slot * SLOT_BYTES) for slot in range(SLOTS)]
+    return tuple(sorted((r for r in found if r is not None), key=lambda record: record.index))
+
+
+def _read_slot(data: bytes, offset: int) -> CollectiveRecord | None:
+    tag, entered, left, length = _SLOT.unpack_from(data, offset)
+    if not tag or length > SLOT_BYTES - _SLOT.size:
+        return None
+    start = offset + _SLOT.size
+    try:
+        plain = json.loads(data[start : start + length])
+        record = CollectiveRecord.from_json(plain)
+    except (ValueError, TypeError, KeyError):
+        return None
+    return replace(record, entered=entered, left=left or None)
+
+
+def _fit(record: CollectiveRecord) -> bytes:
+    """The record as JSON that fits a slot; long lists of shapes and long names are cut."""
+    shapes: Sequence[tuple[int, ...]] = record.shapes[:8]
+    for limit in (len(shapes), 1, 0):
+        cut = replace(record, shapes=tuple(shapes[:limit]))
+        payload = json.dumps(cut.to_json(), separators=(",", ":")).encode()
+        if len(payload) <= SLOT_BYTES - _SLOT.size:
+            return payload
+    cut = replace(
+        record,
+        shapes=(),
+        group_ranks=record.group_ranks[:32],
+        stream=record.stream[-120:],
+        group=record.group[:60],
+        module=None if record.module is None else record.module[-120:],
+        phase=record.phase[:40],
+    )
+    return json.dumps(cut.to_json(), separators=(",", ":")).encode()[: SLOT_BYTES - _SLOT.size]

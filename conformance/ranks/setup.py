@@ -1,0 +1,32 @@
+"""What a rank is told when it is forked. Plain data, read by controller, forkserver and rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["RankSetup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """Place and files of one rank.
+
+    Attributes:
+        rank: its rank.
+        world: number of ranks.
+        device: device type.
+        backend: backend of the default group; None takes torch's for the device.
+        store: path of the file store for the rendezvous of the default group.
+        output: file for stdout and stderr.
+        stacks: file for the Python stacks on request.
+        port: a free port, for code that opens a rendezvous of its own.
+    """
+
+    rank: int
+    world: int
+    device: str
+    backend: str | None
+    store: str
+    output: str
+    stacks: str
+    port: int

@@ -1,0 +1,114 @@
+"""The scenarios: SPMD programs that every rank, and the oracle, runs with a model.
+
+Few programs, many checks: start-up and training are the cost. Risky phases are programs of their
+own, so that one exception does not blind unrelated checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from conformance.scenarios.checkpoint import checkpoint
+from conformance.scenarios.run import Clip, Run
+
+EVAL_BEFORE_STEP = 4
+CLIPS: tuple[Clip | None, ...] = (
+    None,
+    Clip(max_norm=0.1, norm_type=2.0),
+    Clip(max_norm=0.02, norm_type=math.inf),
+    Clip(max_norm=1.0, norm_type=1.0),
+    None,
+    Clip(max_norm=0.1, norm_type=2.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A program with its name.
+
+    Attributes:
+        name: as in case ids.
+        program: runs it.
+        why: one sentence.
+        needs: capabilities without which it is not run.
+    """
+
+    name: str
+    program: Callable[[Run], None]
+    why: str
+    needs: frozenset[str] = frozenset()
+
+
+def train(run: Run) -> None:
+    """Six steps, with clipping that bites, and an evaluation in between."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+    for step, clip in enumerate(CLIPS):
+        if step == EVAL_BEFORE_STEP:
+            with run.phase("eval"):
+                run.evaluate(w, 0)
+        with run.phase(f"step {step}"):
+            run.train_step(w, step, clip if clip and run.claims(clip.capability) else None)
+            if step == 0:
+                run.observe_stored(w, step)
+
+
+def eval_first(run: Run) -> None:
+    """An evaluation before anything else, then three steps."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+    with run.phase("eval"):
+        run.evaluate(w, 0)
+    for step in range(3):
+        with run.phase(f"step {step}"):
+            run.train_step(w, step)
+
+
+def two_forwards(run: Run) -> None:
+    """Two forward passes, then two backward passes, then a step; twice."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+    for step in range(2):
+        with run.phase(f"step {step}"):
+            run.mark(f"step {step}/both")
+            losses = [run.adapter.forward(w, run.batch(step, i), run.model.loss) for i in (0, 1)]
+            for micro, loss in enumerate(losses):
+                run.writer.write("loss", loss.detach(), step=step, micro=micro)
+                run.adapter.backward(w, loss / 2)
+            with run.side_door():
+                run.writer.write("gradients", run.adapter.full_gradients(w), step=step)
+            run.adapter.optimizer_step(w)
+            run.adapter.zero_grad(w)
+            with run.side_door():
+                run.writer.write("parameters", run.adapter.full_parameters(w), step=step)
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(name="train", program=train, why="the life of an ordinary training"),
+        Scenario(
+            name="unused",
+            program=train,
+            why="training with parameters that take no part in forward",
+            needs=frozenset({"unused_parameters"}),
+        ),
+        Scenario(
+            name="checkpoint",
+            program=checkpoint,
+            why="save, load into a fresh pair, go on",
+        ),
+        Scenario(
+            name="two_forwards",
+            program=two_forwards,
+            why="two forwards before two backwards",
+            needs=frozenset({"two_forwards", "gradients"}),
+        ),
+        Scenario(name="eval_first", program=eval_first, why="evaluation before any training"),
+    )
+}

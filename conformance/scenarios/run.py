@@ -1,0 +1,264 @@
+"""What a scenario works with: phases, building, training steps, and what is recorded when.
+
+The same code runs on a rank with a wrapped model and in the oracle with all ranks at once.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, Wrapped
+from conformance.case import Case
+from conformance.history import flatten
+from conformance.models import ModelCase
+from conformance.optimizers import OPTIMIZERS
+
+BUILT = -1  # the "step" of what is observed before the first step
+
+
+class Writer(Protocol):
+    """The part of `HistoryWriter` that a scenario uses; the oracle has one for all ranks."""
+
+    def begin_phase(self, name: str) -> None:
+        """Start a phase."""
+
+    def end_phase(self, error: str | None = None, traceback: str = "") -> None:
+        """End it."""
+
+    def write(self, what: str, value: Any, **where: Any) -> None:
+        """Record a value."""
+
+
+class Recorder(Protocol):
+    """The part of the collective recorder that a scenario uses."""
+
+    def mark(self, phase: str) -> None:
+        """Label the collectives to come."""
+
+    def unjudged(self) -> AbstractContextManager[Any]:
+        """Collectives inside are side-door traffic."""
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Names for the modules that issue collectives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Clipping of one step: threshold and p."""
+
+    max_norm: float
+    norm_type: float
+
+    @property
+    def capability(self) -> str:
+        """The capability that a wrapper must claim for it."""
+        return f"clip.p{self.norm_type:g}"
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run of one scenario.
+
+    Attributes:
+        adapter: drives the wrapper, or is the oracle.
+        case: what is run.
+        model: the model case.
+        writer: where observations go.
+        batch: (step, micro-batch) to what `Adapter.step` takes as one micro-batch.
+        device: where the model computes.
+        world: ranks.
+        options: of the adapter's variant.
+        scratch: a directory that all ranks share, for checkpoints.
+        recorder: sees the collectives; ``None`` in the oracle.
+        dtype: of parameters and floating inputs; float64 when the oracle measures its noise.
+    """
+
+    adapter: Adapter
+    case: Case
+    model: ModelCase
+    writer: Writer
+    batch: Callable[[int, int], Any]
+    device: torch.device
+    world: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scratch: Path
+    recorder: Recorder | None = None
+    dtype: torch.dtype = torch.float32
+
+    # -- phases -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A named part; its exception is recorded, then ends the scenario on this rank."""
+        self.writer.begin_phase(name)
+        self.mark(name)
+        try:
+            yield
+        except Exception as error:
+            summary = f"{type(error).__name__}: {error}"
+            self.writer.end_phase(summary, traceback.format_exc())
+            raise
+        self.writer.end_phase()
+
+    def mark(self, label: str) -> None:
+        """Label the collectives to come."""
+        if self.recorder is not None:
+            self.recorder.mark(label)
+
+    def side_door(self) -> AbstractContextManager[Any]:
+        """Collectives inside are ours, not the wrapper's."""
+        return nullcontext() if self.recorder is None else self.recorder.unjudged()
+
+    def claims(self, capability: str) -> bool:
+        """Whether the adapter claims `capability`."""
+        return capability in self.adapter.capabilities
+
+    # -- building ---------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> OptimizerFactory:
+        """The optimizer that the case names."""
+        return OPTIMIZERS[self.case.optimizer]
+
+    def bare_model(self, *, perturbed: bool = False) -> nn.Module:
+        """The model without wrapper; `perturbed` moves every floating weight and buffer."""
+        model = self.model.build().to(self.device)
+        if perturbed:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    if tensor.is_floating_point():
+                        tensor.add_(0.25)
+        return model if self.dtype == torch.float32 else model.to(self.dtype)
+
+    def build(
+        self,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        perturbed: bool = False,
+        clip: Clip | None = None,
+    ) -> Wrapped:
+        """Wrap a fresh model and name its modules for the record of collectives."""
+        config = BuildConfig(
+            device=self.device,
+            world_size=self.world,
+            units=self.model.units,
+            options=self.options,
+            accumulation=self.case.accumulation,
+            unused_parameters="unused" in self.model.traits,
+            max_norm=clip.max_norm if clip else None,
+            norm_type=clip.norm_type if clip else 2.0,
+        )
+        model = self.bare_model(perturbed=perturbed)
+        wrapped = self.adapter.build(model, optimizer or self.optimizer, config)
+        if self.recorder is not None:
+            self.recorder.name_modules(self.adapter.bare(wrapped))
+        return wrapped
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def micro_batches(self, step: int) -> list[Any]:
+        """The micro-batches of one step."""
+        return [self.batch(step, micro) for micro in range(self.case.accumulation)]
+
+    def train_step(self, w: Wrapped, step: int, clip: Clip | None = None) -> None:
+        """One optimizer step, and everything observed of it, in the order in which it happens."""
+        seen = self.watch(w, step)
+        w.observe = seen
+        self.mark(f"step {step}/micro 0")
+        result = self.adapter.step(
+            w,
+            self.micro_batches(step),
+            self.model.loss,
+            max_norm=clip.max_norm if clip else None,
+            norm_type=clip.norm_type if clip else 2.0,
+        )
+        self.mark(f"step {step}/after")
+        for micro, loss in enumerate(result.losses):
+            self.writer.write("loss", loss, step=step, micro=micro)
+        self.observe_gradients(seen, step)
+        if clip is not None:
+            norm = {"p": f"{clip.norm_type:g}", "max_norm": clip.max_norm}
+            self.writer.write("grad_norm", result.grad_norm, step=step, **norm)
+        if seen.clipped is not None:
+            self.writer.write("clipped", seen.clipped, step=step)
+        self.observe_state(w, step)
+
+    def watch(self, w: Wrapped, step: int) -> Watch:
+        """The observer of one step."""
+        return Watch(run=self, wrapped=w, step=step)
+
+    def observe_gradients(self, seen: Watch, step: int) -> None:
+        """Full gradients as they were before clipping."""
+        if seen.gradients is not None:
+            self.writer.write("gradients", seen.gradients, step=step)
+
+    def observe_state(self, w: Wrapped, step: int, *, prefix: str = "") -> None:
+        """Parameters, optimizer state and buffers after `step`, through the side doors."""
+        with self.side_door():
+            parameters = self.adapter.full_parameters(w)
+            state = flatten(self.adapter.full_optimizer_state(w))
+        self.writer.write(f"{prefix}parameters", parameters, step=step)
+        self.writer.write(f"{prefix}optimizer_state", state, step=step)
+        self.writer.write(f"{prefix}hyperparameters", self.adapter.hyperparameters(w), step=step)
+        self.writer.write(f"{prefix}buffers", self.adapter.buffers(w), step=step)
+
+    def observe_built(self, w: Wrapped) -> None:
+        """Parameters and buffers before the first step."""
+        with self.side_door():
+            self.writer.write("parameters", self.adapter.full_parameters(w), step=BUILT)
+        self.writer.write("buffers", self.adapter.buffers(w), step=BUILT)
+
+    def observe_stored(self, w: Wrapped, step: int) -> None:
+        """Bytes of the storages that this rank holds for parameters and optimizer state."""
+        held = self.adapter.local_tensors(w)
+        self.writer.write("stored", {k: storage_bytes(v) for k, v in held.items()}, step=step)
+
+    def evaluate(self, w: Wrapped, index: int, *, batch: tuple[int, int] = (99, 0)) -> None:
+        """An evaluation pass, and what it left of parameters and buffers."""
+        loss = self.adapter.evaluate(w, self.batch(*batch), self.model.loss)
+        self.writer.write("eval_loss", loss, index=index)
+        with self.side_door():
+            self.writer.write("parameters_after_eval", self.adapter.full_parameters(w), index=index)
+        self.writer.write("buffers_after_eval", self.adapter.buffers(w), index=index)
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """The observer of one training step: labels collectives, copies gradients at their moments."""
+
+    run: Run
+    wrapped: Wrapped
+    step: int
+    gradients: Any = None
+    clipped: Any = None
+
+    def __call__(self, moment: str, index: int = 0) -> None:
+        """See `Wrapped.observe`."""
+        if moment == "backward":
+            self.run.mark(f"step {self.step}/micro {index + 1}")
+        elif moment == "gradients":
+            self.gradients = self._copy()
+            self.run.mark(f"step {self.step}/clip")
+        elif moment == "clipped":
+            self.clipped = self._copy()
+            self.run.mark(f"step {self.step}/optimizer")
+
+    def _copy(self) -> Any:
+        if not self.run.claims("gradients"):
+            return None
+        with self.run.side_door():
+            return self.run.adapter.full_gradients(self.wrapped)
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

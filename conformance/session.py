@@ -1,0 +1,303 @@
+"""The controller of a run: oracles and wrappers run in rank pools, histories lie in one folder.
+
+Knows processes and folders; what the numbers mean is `conformance.judge`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from conformance import models
+from conformance.adapter import Adapter, Conventions
+from conformance.adapters import make_adapter
+from conformance.case import Case
+from conformance.checks import Check, Evidence
+from conformance.execute import ORACLE_RUNS, run_case, run_oracle
+from conformance.history import History
+from conformance.judge import Judgement, Ran, judge
+from conformance.mutants import mutant_named
+from conformance.ranks import Job, RankPool, RankVerdict
+from conformance.tolerance import Oracle
+from conformance.verdicts import Finding, finding_id
+
+
+PRELOAD = ("conformance.execute", "torch._dynamo", "torch.distributed.fsdp")
+"""Imported once, before ranks are forked; the first optimizer of a process imports dynamo, which
+alone would cost every fresh rank two seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and how a run takes place.
+
+    Attributes:
+        world: ranks.
+        device: device type, such as cpu.
+        seed: of every random number.
+        timeout: seconds after which one case is ended from outside.
+        directory: where histories are kept.
+    """
+
+    world: int = 2
+    device: str = "cpu"
+    seed: int = 0
+    timeout: float = 60.0
+    directory: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is judged: an adapter's variant, perhaps with a mutant planted."""
+
+    adapter: str
+    variant: str = "default"
+    mutant: str | None = None
+
+    def make(self) -> Adapter:
+        """The adapter as the ranks will have it, for its claims and conventions."""
+        adapter, _ = make_adapter(self.adapter, self.variant)
+        if self.mutant is None:
+            return adapter
+        with mutant_named(self.mutant).planted(adapter) as planted:
+            return planted
+
+    @property
+    def folder(self) -> str:
+        """A folder name for it."""
+        plain = f"{self.adapter}[{self.variant}]{'+' + self.mutant if self.mutant else ''}"
+        return plain.replace("/", "_").replace(":", "_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A case that was run: everything that judging it again needs, as ``case.json``.
+
+    Attributes:
+        subject: what was run.
+        case: its case.
+        probe: a capability that was tried out although it is not claimed.
+        ran: how the ranks fared.
+        conventions: the adapter's.
+        capabilities: the adapter's, with the probe.
+        replicas: ranks that hold the same shard.
+        oracle: folder of the oracle's histories, relative to the run's.
+        setting: world, device and seed.
+    """
+
+    subject: Subject
+    case: str
+    probe: str | None
+    ran: Ran
+    conventions: Conventions
+    capabilities: frozenset[str]
+    replicas: int
+    oracle: str
+    world: int
+    device: str
+    seed: int
+
+    def write(self, directory: Path) -> None:
+        """Write ``case.json``; it comes last, so a folder that has it is complete."""
+        content = asdict(self) | {"capabilities": sorted(self.capabilities)}
+        staged = directory / "case.json.part"
+        staged.write_text(json.dumps(content))
+        staged.replace(directory / "case.json")
+
+    @classmethod
+    def read(cls, directory: Path) -> Stored:
+        """Read what `write` wrote."""
+        content = json.loads((directory / "case.json").read_text())
+        ran = content["ran"]
+        return cls(
+            **{
+                **content,
+                "subject": Subject(**content["subject"]),
+                "ran": Ran(**{**ran, "verdict": RankVerdict(ran["verdict"])}),
+                "conventions": Conventions(**content["conventions"]),
+                "capabilities": frozenset(content["capabilities"]),
+            }
+        )
+
+
+class Session:
+    """Runs cases and judges them; the oracle's histories are shared between subjects.
+
+    Safe to use from several threads; each thread has rank pools of its own.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        """Nothing is started before the first case."""
+        self.setting = setting
+        self._local = threading.local()
+        self._pools: list[RankPool] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every rank."""
+        for pool in self._pools:
+            pool.close()
+        self._pools.clear()
+
+    def judge_case(
+        self, subject: Subject, case: Case, checks: Sequence[Check], *, probe: str | None = None
+    ) -> list[Finding]:
+        """Run one case, unless its history is there already, and judge it."""
+        return judge_stored(self.run(subject, case, probe=probe), self.setting.directory, checks)
+
+    def run(self, subject: Subject, case: Case, *, probe: str | None = None) -> Path:
+        """Run one case with its oracle; returns the folder of its history.
+
+        Processes that share the folder run each case once: the others wait for the first.
+        """
+        directory = self.setting.directory / subject.folder / slug(case, probe)
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(directory) + ".lock"):
+            if not (directory / "case.json").exists():
+                self._run(subject, case, probe, directory)
+        return directory
+
+    def _run(self, subject: Subject, case: Case, probe: str | None, directory: Path) -> None:
+        adapter = subject.make()
+        capabilities = adapter.capabilities | ({probe} if probe else frozenset())
+        oracle = self._oracle(case, adapter.conventions, capabilities)
+        setting = self.setting
+        job = Job.of(
+            run_case,
+            adapter=subject.adapter,
+            variant=subject.variant,
+            mutant=subject.mutant,
+            case=str(case),
+            seed=setting.seed,
+            directory=str(directory),
+            probe=probe,
+        )
+        fresh = subject.mutant is not None
+        outcome = self._pool(setting.world).run(job, timeout=setting.timeout, fresh=fresh)
+        Stored(
+            subject=subject,
+            case=str(case),
+            probe=probe,
+            ran=Ran(
+                verdict=outcome.verdict,
+                sentence=outcome.sentence,
+                seconds=outcome.seconds,
+                reported=all(report is not None for report in outcome.reports),
+            ),
+            conventions=adapter.conventions,
+            capabilities=capabilities,
+            replicas=adapter.replicas,
+            oracle=str(oracle.relative_to(setting.directory)),
+            world=setting.world,
+            device=setting.device,
+            seed=setting.seed,
+        ).write(directory)
+
+    def _oracle(
+        self, case: Case, conventions: Conventions, capabilities: frozenset[str]
+    ) -> Path:
+        """Folder of the oracle's three histories of a case; runs them if they are not there."""
+        setting = self.setting
+        shown = sorted(c for c in capabilities if c.startswith("clip."))
+        key = json.dumps(
+            [str(case), setting.world, setting.device, setting.seed, asdict(conventions), shown]
+        )
+        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        directory = setting.directory / "oracle" / f"{slug(case)}-{digest}"
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(directory) + ".lock"):
+            if not (directory / "done").exists():
+                job = Job.of(
+                    run_oracle,
+                    world=setting.world,
+                    conventions=asdict(conventions),
+                    capabilities=shown,
+                    case=str(case),
+                    seed=setting.seed,
+                    directory=str(directory),
+                )
+                outcome = self._pool(1).run(job, timeout=setting.timeout)
+                if outcome.verdict is not RankVerdict.OK:
+                    report = outcome.reports[0]
+                    detail = report.traceback if report else outcome.sentence
+                    raise OracleFailed(f"the oracle failed on {case}: {outcome.sentence}\n{detail}")
+                (directory / "done").write_text(key)
+        return directory
+
+    def _pool(self, world: int) -> RankPool:
+        pools: dict[int, RankPool] = self._local.__dict__.setdefault("pools", {})
+        if world not in pools:
+            pool = RankPool(
+                world=world, device=self.setting.device, preload=PRELOAD
+            )
+            pools[world] = pool
+            with self._lock:
+                self._pools.append(pool)
+        return pools[world]
+
+
+class OracleFailed(RuntimeError):
+    """The unsharded run of a case failed: a fault of the model case or of the suite."""
+
+
+def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[Finding]:
+    """Judge the case whose history lies in `directory`; needs no ranks."""
+    stored = Stored.read(directory)
+    case = Case.parse(stored.case)
+    evidence = Evidence(
+        case=case,
+        model=models.case(case.model),
+        history=History.read(directory, stored.world),
+        oracle=_read_oracle(root / stored.oracle, stored.world),
+        conventions=stored.conventions,
+        capabilities=stored.capabilities,
+        replicas=stored.replicas,
+    )
+    return [_finding(stored, judgement) for judgement in judge(evidence, stored.ran, checks)]
+
+
+@lru_cache(maxsize=4)
+def _read_oracle(directory: Path, world: int) -> Oracle:
+    return Oracle(**{name: History.read(directory / name, world) for name in ORACLE_RUNS})
+
+
+def _finding(stored: Stored, judgement: Judgement) -> Finding:
+    subject = stored.subject
+    variant = subject.variant
+    return Finding(
+        adapter=subject.adapter,
+        variant=variant,
+        case=stored.case,
+        seed=stored.seed,
+        seconds=stored.ran.seconds,
+        repro=repro_line(stored, judgement.check),
+        **asdict(judgement),
+    )
+
+
+def repro_line(stored: Stored, check: str) -> str:
+    """The shell line that repeats one finding."""
+    subject = stored.subject
+    id = finding_id(check, subject.adapter, subject.variant, stored.case, stored.seed)
+    where = f"--world {stored.world} --device {stored.device}"
+    planted = f" --mutant {subject.mutant}" if subject.mutant else ""
+    return f"fsdp-conformance repro {shlex.quote(id)} {where}{planted}"
+
+
+def slug(case: Case, probe: str | None = None) -> str:
+    """A folder name for a case."""
+    return str(case).replace("/", "~") + (f"+{probe}" if probe else "")

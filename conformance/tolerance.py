@@ -1,0 +1,63 @@
+"""How far a wrapper may be from the oracle: measured from the oracle's own noise.
+
+The oracle runs three times: in the test precision, in float64, and in the test precision with ranks
+added in the other order. What these differ by is what correct arithmetic may differ by. Bounds are
+fixed before any wrapper or mutant is seen and are the same for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.history import History, as_tensor
+
+FACTOR = 8.0
+"""A wrapper may be this many times further off than the oracle's noise in one sample of it."""
+
+ULPS = 8.0
+"""Floor of a bound, in units of the last place of the largest expected element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """The three runs of the oracle for one case.
+
+    Attributes:
+        reference: what wrappers are compared with.
+        double: the same in float64.
+        reversed: the same with ranks added in the other order.
+    """
+
+    reference: History
+    double: History
+    reversed: History
+
+    def bound(self, rank: int, what: str, where: dict[str, Any], key: str | None = None) -> float:
+        """Largest allowed absolute error of any element of one observed tensor."""
+        expected = _pick(self.reference, rank, what, where, key)
+        others = (_pick(h, rank, what, where, key) for h in (self.double, self.reversed))
+        noise = max((distance(other, expected) for other in others), default=0.0)
+        eps = torch.finfo(expected.dtype).eps if expected.dtype.is_floating_point else 0.0
+        scale = float(expected.double().abs().max()) if expected.numel() else 0.0
+        return FACTOR * noise + ULPS * eps * scale
+
+
+def _pick(
+    history: History, rank: int, what: str, where: dict[str, Any], key: str | None
+) -> Tensor:
+    value = history.get(rank, what, **where)
+    return as_tensor(value if key is None else value[key])
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    """Largest absolute difference of two tensors of one shape; infinite if a NaN stands alone."""
+    if not left.numel():
+        return 0.0
+    a, b = left.double(), right.double()
+    difference = torch.where(a == b, 0.0, (a - b).abs())
+    both_nan = a.isnan() & b.isnan()
+    return float(torch.where(both_nan, 0.0, difference).nan_to_num(nan=torch.inf).max())

@@ -1,0 +1,273 @@
+"""Gradients: taken from the leaves, scaled, reduced, handed to the sharded parameters.
+
+Knows one group's gradients at a time; when it is called is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.api import ReduceScatter
+from fsdp.engine.collectives import ReducePlan
+from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.param import Exposure
+from fsdp.engine.streams import Done, Streams
+from fsdp.engine.torch_private import premul_sum, reduce_scatter
+
+# Sums over many ranks stay inside the range of these dtypes.
+_WIDE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float64})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Division:
+    """How a reduction divides: before it, inside it, after it."""
+
+    before: float
+    scatter_op: Any
+    all_reduce_op: Any
+    after: float
+
+
+def choose_division(
+    info: DataParallelMeshInfo,
+    dtype: torch.dtype,
+    *,
+    factor: float | None,
+    force_sum: bool,
+    premultiplies: bool,
+) -> Division:
+    """Return how a reduction in ``dtype`` gives sum / ``factor`` (default: the mean).
+
+    ``premultiplies`` says whether the backend knows "multiply, then sum".
+    """
+    total = info.shard_size * info.replicate_size
+    sums = {"scatter_op": dist.ReduceOp.SUM, "all_reduce_op": dist.ReduceOp.SUM}
+    if factor is None and total == 1:
+        return Division(before=1.0, after=1.0, **sums)
+    wide = dtype in _WIDE_DTYPES
+    if wide and not force_sum and total > 1:
+        if factor is None:
+            mean = dist.ReduceOp.AVG
+            return Division(before=1.0, scatter_op=mean, all_reduce_op=mean, after=1.0)
+        if factor == info.shard_size:
+            return Division(
+                before=1.0,
+                scatter_op=dist.ReduceOp.AVG,
+                all_reduce_op=dist.ReduceOp.SUM,
+                after=1.0,
+            )
+        if premultiplies and info.shard_size > 1:
+            return Division(
+                before=1.0,
+                scatter_op=premul_sum(1 / factor),
+                all_reduce_op=dist.ReduceOp.SUM,
+                after=1.0,
+            )
+    divisor = float(total) if factor is None else float(factor)
+    before = 1.0 if wide else _half_of(divisor)
+    return Division(before=before, after=divisor / before, **sums)
+
+
+def _half_of(divisor: float) -> float:
+    """Return a power of two near the square root of ``divisor``.
+
+    Dividing by it first and by the rest afterwards keeps fp16 sums from overflowing without
+    pushing small gradients below its smallest number.
+    """
+    half = 1.0
+    while divisor % half == 0 and divisor / half > half:
+        half *= 2
+    return half
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class ReduceSettings:
+    """What a group's owner has chosen for its reductions; shared by all of its reductions."""
+
+    info: DataParallelMeshInfo
+    scatter_group: dist.ProcessGroup | None
+    comm: ReduceScatter | None
+    allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor]
+    hook: Callable[[torch.Tensor], None] | None
+    hook_stream: Any
+    all_reduce: bool
+    offload: bool
+    pin_memory: bool
+    exposure: Exposure
+    original_dtype: torch.dtype
+
+
+class Reduction:
+    """One group's reduction in flight.
+
+    ``__init__`` packs and launches; ``complete`` does the rest once, on the stream of the
+    reduction, or after the host has waited for it where there are no streams.
+    """
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        gradients: list[torch.Tensor],
+        dtype: torch.dtype,
+        division: Division,
+        settings: ReduceSettings,
+        streams: Streams,
+    ) -> None:
+        """Launch the reduce-scatter of whole ``gradients``; the list is emptied.
+
+        *Collective* over the shard group. *Memory*: one copy of the gradients in ``dtype``,
+        until this object is dropped, and one shard. *Blocks*: nothing.
+        """
+        self.plan = plan
+        self._division = division
+        self._settings = settings
+        self._streams = streams
+        self.partial: torch.Tensor | None = None  # (S,), reduced over the shard group only
+        self.end: tuple[Any, Any] | None = None  # (stream, event) after the hand-over
+        layout, device = plan.layout, gradients[0].device
+        self._packed = settings.allocate(layout.total_numel, dtype, device)  # (W * S,)
+        plan.pack(gradients, self._packed)
+        gradients.clear()
+        streams.wait_stream(streams.reduce, streams.current())
+        late = streams.blocks_host
+        with streams.on(streams.reduce):
+            if division.before != 1:
+                self._packed.div_(division.before)
+            self._output, work = self._scatter(late=late)
+            self.scattered = Done(streams, work, None if late else streams.record(streams.reduce))
+
+    def _scatter(self, *, late: bool) -> tuple[torch.Tensor, dist.Work | None]:
+        settings, group = self._settings, self._settings.scatter_group
+        if group is None:
+            return self._packed, None
+        output = settings.allocate(
+            self.plan.layout.shard_numel, self._packed.dtype, self._packed.device
+        )  # (S,)
+        op = self._division.scatter_op
+        if settings.comm is None:
+            work = reduce_scatter(output, self._packed, group, op, async_op=late)
+        else:
+            work = settings.comm(
+                output_tensor=output,
+                input_tensor=self._packed,
+                group=group,
+                op=op,
+                async_op=late,
+            )
+        return output, work if late else None
+
+    @property
+    def outlives_scatter(self) -> bool:
+        """Whether another stream than the reducing one may still read the reduced shard."""
+        return self.end is not None and self.end[0] is not self._streams.reduce
+
+    def drop_packed(self) -> None:
+        """Let go of the packed gradients; the reduce-scatter must be over."""
+        self._packed = self._output
+
+    def complete(self, earlier: torch.Tensor | None) -> None:
+        """All-reduce over replicas if due, divide, cast, hand over. Call once.
+
+        ``earlier`` is the group's ``partial`` of earlier reductions without an all-reduce.
+        *Collective* over the replicate group, if there is one and it is due.
+        """
+        settings, streams = self._settings, self._streams
+        if streams.blocks_host:
+            self.scattered.wait()
+        stream = streams.reduce
+        output = self._output
+        with streams.on(stream):
+            if earlier is not None:
+                output += earlier
+        group = settings.info.replicate_group
+        if group is not None and not settings.all_reduce:
+            self.partial = output
+            self.end = (stream, streams.record(stream))
+            return
+        if group is not None or settings.hook is not None:
+            stream = streams.all_reduce
+            if group is None and settings.hook_stream is not None:
+                stream = settings.hook_stream
+            streams.wait_stream(stream, streams.reduce)
+        with streams.on(stream):
+            if group is not None:
+                dist.all_reduce(output, op=self._division.all_reduce_op, group=group)
+            if settings.hook is not None:
+                settings.hook(output)
+            if self._division.after != 1:
+                output.div_(self._division.after)
+            self._hand_over(output)
+            self.end = (stream, streams.record(stream))
+
+    def _hand_over(self, output: torch.Tensor) -> None:
+        settings, params = self._settings, self.plan.params
+        shard = output.to(settings.original_dtype)
+        if settings.offload:
+            shard = self._offloaded(shard)
+        settings.exposure.hand_over(params, self.plan.pieces(shard))
+
+    def _offloaded(self, shard: torch.Tensor) -> torch.Tensor:
+        settings = self._settings
+        # An addition or a user's hook reads the copy at once on the host; else it may overlap.
+        late = settings.pin_memory and not any(
+            settings.exposure.accumulates(param) for param in self.plan.params
+        )
+        on_host = torch.empty(
+            shard.shape, dtype=shard.dtype, device="cpu", pin_memory=settings.pin_memory
+        )
+        return on_host.copy_(shard, non_blocking=late)
+
+
+def uniform_dtype(gradients: Sequence[torch.Tensor], group: str) -> torch.dtype:
+    """Return the dtype of all ``gradients``.
+
+    Raises:
+        AssertionError: they have several.
+    """
+    dtype = gradients[0].dtype
+    for gradient in gradients:
+        if gradient.dtype != dtype:
+            found = sorted({str(gradient.dtype) for gradient in gradients})
+            raise AssertionError(
+                "FSDP reduce-scatter expects uniform gradient dtype but got "
+                f"{', '.join(found)} in group '{group}'. Put parameters of other dtypes in "
+                "a group of their own."
+            )
+    return dtype
+
+
+class _Watch(torch.autograd.Function):
+    """An identity whose backward runs once all gradients of its outputs are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:
+        ctx.callback = callback
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.callback()
+        return (None, *gradients)
+
+
+def watch_inputs(
+    inputs: Sequence[torch.Tensor], callback: Callable[[], None]
+) -> list[torch.Tensor]:
+    """Return stand-ins for ``inputs``; ``callback`` runs when the gradients of all are complete.
+
+    One input, the common case, takes a view and a hook on its node: a third of the cost of an
+    autograd function, and in-place operations on it stay legal.
+    """
+    if len(inputs) > 1:
+        return list(_Watch.apply(callback, *inputs))  # type: ignore[no-untyped-call]
+    (tensor,) = inputs
+    watched = tensor.view_as(tensor)
+    node = watched.grad_fn
+    assert node is not None, "the view of a tensor that requires grad has a node"
+    node.register_hook(lambda _gradients, _outputs: callback())
+    return [watched]

@@ -1,0 +1,190 @@
+"""One original parameter and its representations. No communication, no order.
+
+====================  =================================================================
+``sharded``           what is registered while the group is sharded; the optimizer's leaf
+``unsharded``         the autograd leaf over the group's whole buffer; made once, refilled
+``accumulated_grad``  an unreduced gradient kept in the reduce dtype between micro-batches
+====================  =================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp.engine.layout import Extent
+
+_next_uid = itertools.count()
+
+
+class ShardedState(Enum):
+    """Which representation of a group's parameters is registered on the modules."""
+
+    SHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
+    UNSHARDED = auto()
+
+
+SHARDED_STATE_CHANGES: frozenset[tuple[ShardedState, ShardedState]] = frozenset(
+    {
+        (ShardedState.SHARDED, ShardedState.UNSHARDED),
+        (ShardedState.UNSHARDED, ShardedState.SHARDED),
+        (ShardedState.UNSHARDED, ShardedState.SHARDED_POST_FORWARD),
+        (ShardedState.SHARDED_POST_FORWARD, ShardedState.UNSHARDED),
+        (ShardedState.SHARDED_POST_FORWARD, ShardedState.SHARDED),
+    }
+)
+
+
+@dataclass(slots=True)
+class ParamModuleInfo:
+    """Where a parameter is registered: its first owner and any others that share it."""
+
+    module: nn.Module
+    param_name: str
+    shared_modules: list[nn.Module] = field(default_factory=list)
+    shared_param_names: list[str] = field(default_factory=list)
+
+    def owners(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield every (module, name) under which the parameter is registered."""
+        yield self.module, self.param_name
+        yield from zip(self.shared_modules, self.shared_param_names, strict=True)
+
+
+@dataclass(eq=False, slots=True)
+class FSDPParam:
+    """One original parameter of a group."""
+
+    info: ParamModuleInfo
+    uid: int
+    shape: torch.Size  # of the whole parameter on this rank (its local part under TP)
+    dim: int  # the dim that is cut
+    dtype: torch.dtype  # original dtype
+    sharded: nn.Parameter
+    spec: Any = None  # what the exposure needs to describe the sharded parameter
+    whole_spec: Any = None  # what it needs to describe the whole one; None for a plain tensor
+    fqn: str = ""
+    compute_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype | None = None  # None: the gradient's own
+    unsharded: nn.Parameter | None = None
+    post_forward: nn.Parameter | None = None
+    accumulated_grad: torch.Tensor | None = None
+    slots: tuple[tuple[nn.Module, str, bool], ...] = ()
+
+    def __post_init__(self) -> None:
+        self.slots = tuple(
+            (module, name, type(module).__setattr__ is nn.Module.__setattr__)
+            for module, name in self.info.owners()
+        )
+
+    def __repr__(self) -> str:
+        return f"FSDPParam(fqn={self.fqn}, orig_size={self.shape})"
+
+    @property
+    def extent(self) -> Extent:
+        """The parameter as the layout sees it, in elements."""
+        return Extent.of(self.shape, self.dim)
+
+    def local_shape(self, rows: int) -> torch.Size:
+        """Return the shape of a piece with ``rows`` rows of the cut dim."""
+        return torch.Size((*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))
+
+    def install(self, parameter: nn.Parameter) -> None:
+        """Register ``parameter`` on every owner."""
+        for module, name, plain in self.slots:
+            if plain:
+                # The checks of nn.Module.__setattr__ cost more than the rest of the swap, and
+                # the name is registered as a parameter already.
+                module._parameters[name] = parameter
+            else:
+                setattr(module, name, parameter)
+
+    def registered(self) -> nn.Parameter | None:
+        """Return what the first owner has under this name now."""
+        return getattr(self.info.module, self.info.param_name, None)
+
+    def choose_dtypes(
+        self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+    ) -> None:
+        """Clamp a policy's dtypes to this parameter."""
+        self.reduce_dtype = None if reduce_dtype == param_dtype else reduce_dtype
+        if param_dtype is None or not self.dtype.is_floating_point:
+            self.compute_dtype = self.dtype
+        else:
+            self.compute_dtype = param_dtype
+
+
+class Exposure(Protocol):
+    """What a face registers on the modules while a group is sharded.
+
+    The engine hands it plain memory (pieces of shards, whole parameters) and gets plain memory
+    back; only the exposure knows what users see.
+    """
+
+    def local(self, param: FSDPParam) -> torch.Tensor:
+        """Return the memory behind the registered sharded parameter."""
+
+    def bind(self, param: FSDPParam, piece: torch.Tensor) -> None:
+        """Point the sharded parameter at ``piece``, keeping the object."""
+
+    def reread(self, param: FSDPParam) -> None:
+        """Adopt what the user has registered since; raise if it is no sharded parameter."""
+
+    def leaf(self, param: FSDPParam, whole: torch.Tensor) -> nn.Parameter:
+        """Make the autograd leaf over ``whole``, which has a version counter of its own."""
+
+    def post_forward(
+        self, param: FSDPParam, piece: torch.Tensor, mesh: Any
+    ) -> nn.Parameter:
+        """Make what is registered when ``piece`` remains after forward on a smaller mesh."""
+
+    def plain_gradient(self, param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the memory of an unsharded gradient, reduced over what is not data parallel."""
+
+    def accumulates(self, param: FSDPParam) -> bool:
+        """Whether the next ``hand_over`` runs user code, or adds to a gradient that is there."""
+
+    def hand_over(self, params: Sequence[FSDPParam], pieces: Sequence[torch.Tensor]) -> None:
+        """Set, or add to, the gradients of the sharded parameters, then run the user's hooks."""
+
+
+def uid_of(parameter: nn.Parameter) -> int:
+    """Return a number that stays with an original parameter, to notice that two groups share it."""
+    uid: int | None = getattr(parameter, "_fsdp_uid", None)
+    if uid is None:
+        uid = next(_next_uid)
+        parameter._fsdp_uid = uid  # type: ignore[attr-defined]
+    return uid
+
+
+def find_owners(
+    params: Sequence[nn.Parameter], modules: Sequence[nn.Module]
+) -> list[ParamModuleInfo]:
+    """Return where each of ``params`` is registered below ``modules``, every alias included.
+
+    A parameter inside a module that is reachable by two paths is listed once per path; writing
+    it twice is harmless.
+    """
+    infos: dict[nn.Parameter, ParamModuleInfo] = {}
+    wanted = set(params)
+    for root in modules:
+        for _, module in root.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter not in wanted:
+                    continue
+                info = infos.get(parameter)
+                if info is None:
+                    infos[parameter] = ParamModuleInfo(module, name)
+                else:
+                    info.shared_modules.append(module)
+                    info.shared_param_names.append(name)
+    missing = len(wanted) - len(infos)
+    if missing:
+        raise AssertionError(f"{missing} parameters are not in the module tree of {modules}")
+    return [infos[parameter] for parameter in params]

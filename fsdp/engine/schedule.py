@@ -1,0 +1,154 @@
+"""What one root has in flight, and in which order its groups ran. No parameters, no modules.
+
+Holds the streams, the buffers that a side stream may still read, the reductions that are not
+over, and the order of forward that backward walks back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp.engine.collectives import Gathering, WholeBuffer
+from fsdp.engine.streams import Streams, make_streams
+
+if TYPE_CHECKING:
+    from fsdp.engine.gradient import Reduction
+    from fsdp.engine.param_group import FSDPParamGroup
+
+# Whole buffers that are views of a gather may be freed only after the kernels that read them;
+# two of them in flight let the next gather run beside the present computation.
+_MAX_RETIRED = 2
+
+
+class FSDPCommContext:
+    """Streams, buffers in flight and order, shared by all groups of one root."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams: Streams = make_streams(device)
+        self.post_forward_order: list[FSDPParamGroup] = []
+        self.max_input_buffers = 1
+        self._held: tuple[Gathering, Any] | None = None
+        self._retired: deque[tuple[WholeBuffer, Any]] = deque()
+        self._reductions: deque[tuple[FSDPParamGroup, Reduction]] = deque()
+        self._ends: dict[Any, Any] = {}
+        self._kept_outputs: list[Reduction] = []
+
+    # Gathers
+
+    def wait_for_optimizer(self, event: Any) -> None:
+        """Keep gathers behind the last optimizer step: ``event``, or all work given so far."""
+        streams = self.streams
+        if event is None:
+            event = streams.record()
+        streams.wait(streams.copy_in, event)
+        streams.wait(streams.gather, event)
+
+    def before_copy_out(self) -> None:
+        """Let the buffer that the previous copy-out read be used again."""
+        if self._held is not None:
+            _, event = self._held
+            self._held = None
+            self._after(event)
+
+    def after_copy_out(self, gathering: Gathering, *, overlap: bool) -> None:
+        """Drop the gathered shards; with ``overlap``, only at the next copy-out.
+
+        Until then the next gather writes to other memory and need not wait for this copy-out.
+        """
+        if gathering.plan.in_place or gathering.done is None:
+            return
+        event = self.streams.record()
+        if overlap and not self.streams.blocks_host:
+            self._held = (gathering, event)
+        else:
+            self._after(event)
+
+    def free(self, buffer: WholeBuffer, *, gathered_in_place: bool) -> None:
+        """Free whole parameters after the kernels given so far."""
+        if self.streams.blocks_host or not gathered_in_place:
+            # Without side streams, or if it belongs to the computing stream, order is enough.
+            buffer.free()
+            return
+        self._retired.append((buffer, self.streams.record()))
+        while len(self._retired) >= _MAX_RETIRED:
+            self._free_oldest()
+
+    def reclaim(self, buffer: WholeBuffer) -> None:
+        """Make sure that ``buffer``, about to be filled again, is not freed behind its back."""
+        for retired, event in list(self._retired):
+            if retired is buffer:
+                self._retired.remove((retired, event))
+                self._after(event)
+
+    def _free_oldest(self) -> None:
+        buffer, event = self._retired.popleft()
+        self._after(event)
+        buffer.free()
+
+    def _after(self, event: Any) -> None:
+        streams = self.streams
+        streams.wait(streams.copy_in, event)
+        streams.wait(streams.gather, event)
+
+    def end_of_forward(self) -> None:
+        """Drop what was kept for overlap."""
+        self.before_copy_out()
+        while self._retired:
+            self._free_oldest()
+
+    # Reductions
+
+    def make_room(self) -> None:
+        """Finish old reductions until one more may be in flight."""
+        while len(self._reductions) >= self.max_input_buffers:
+            self._finish_oldest()
+
+    def add_reduction(self, group: FSDPParamGroup, reduction: Reduction) -> None:
+        """Take over a launched reduction; it is completed at once where that stops nobody."""
+        if not self.streams.blocks_host:
+            self._complete(group, reduction)
+        self._reductions.append((group, reduction))
+
+    def _complete(self, group: FSDPParamGroup, reduction: Reduction) -> None:
+        group.complete(reduction)
+        if reduction.end is not None:
+            stream, event = reduction.end
+            self._ends[stream] = event
+
+    def _finish_oldest(self) -> None:
+        group, reduction = self._reductions.popleft()
+        if self.streams.blocks_host:
+            self._complete(group, reduction)
+            return
+        # The packed gradients return to the computing stream that allocated them.
+        reduction.scattered.wait()
+        if reduction.outlives_scatter:
+            self._kept_outputs.append(reduction)
+        reduction.drop_packed()
+
+    def end_of_backward(self) -> None:
+        """Finish all reductions and let the current stream go on after them."""
+        while self._reductions:
+            self._finish_oldest()
+        current = self.streams.current()
+        for event in self._ends.values():
+            self.streams.wait(current, event)
+        self._ends.clear()
+        self._kept_outputs.clear()
+        self.post_forward_order.clear()
+        self.end_of_forward()
+
+    def abandon(self) -> None:
+        """Wait for everything in flight and forget it; gradients not handed over are lost."""
+        current = self.streams.current()
+        while self._reductions:
+            self._reductions.popleft()[1].scattered.wait()
+        for event in self._ends.values():
+            self.streams.wait(current, event)
+        self._ends.clear()
+        self._kept_outputs.clear()
+        self.post_forward_order.clear()
+        self.end_of_forward()

@@ -1,0 +1,68 @@
+"""The states of a unit and of a tree of units, and which changes are legal."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp.engine.unit import FSDPState
+
+
+class TrainingState(Enum):
+    """Where a unit, or a parameter group, is in an iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
+_S = TrainingState
+TRAINING_STATE_CHANGES: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
+    {
+        (_S.IDLE, _S.FORWARD),
+        (_S.IDLE, _S.PRE_BACKWARD),
+        # Backward never came to this group: the end of backward closes it all the same.
+        (_S.IDLE, _S.POST_BACKWARD),
+        (_S.IDLE, _S.SUMMON_FULL_PARAMS),
+        (_S.SUMMON_FULL_PARAMS, _S.IDLE),
+        (_S.FORWARD, _S.IDLE),
+        # Several modules of one group, one after the other.
+        (_S.FORWARD, _S.FORWARD),
+        # Some modules of a group ran, and backward goes through them alone.
+        (_S.FORWARD, _S.POST_BACKWARD),
+        (_S.PRE_BACKWARD, _S.POST_BACKWARD),
+        (_S.PRE_BACKWARD, _S.IDLE),
+        # A module that ran several times has one backward per run.
+        (_S.POST_BACKWARD, _S.PRE_BACKWARD),
+        (_S.POST_BACKWARD, _S.POST_BACKWARD),
+        # Recomputation of an earlier run starts after a later one was closed.
+        (_S.POST_BACKWARD, _S.FORWARD),
+        (_S.POST_BACKWARD, _S.IDLE),
+        (_S.IDLE, _S.IDLE),
+    }
+)
+
+
+def check_change(who: str, old: TrainingState, new: TrainingState) -> None:
+    """Raise RuntimeError unless the table has the change from ``old`` to ``new``."""
+    if (old, new) not in TRAINING_STATE_CHANGES:
+        raise RuntimeError(
+            f"FSDP unit '{who}' cannot go from {old.name} to {new.name}. If an exception was "
+            "caught in forward or backward, call reset_iter_state() on the root module."
+        )
+
+
+class FSDPStateContext:
+    """What the units of one tree share: one per root."""
+
+    def __init__(self) -> None:
+        self.all_states: list[FSDPState] = []  # in ``named_modules`` order, each once
+        # The unit whose forward is the outermost now; not always the root of the tree, as when
+        # only an encoder is evaluated.
+        self.iter_forward_root: FSDPState | None = None
+        self.post_backward_final_callback_queued = False
+        self.is_last_backward = True
+        self.post_optim_event: Any = None

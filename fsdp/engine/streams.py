@@ -1,0 +1,125 @@
+"""Which stream waits for whom; the one module that touches streams and events.
+
+On a device without streams the same calls do nothing, and a collective is waited for through
+its work handle instead (``Done``). Nothing here knows what the work is about.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# Copies in and out are short and others wait for them: they go before the compute kernels.
+_HIGH_PRIORITY = -1
+
+
+class Streams(Protocol):
+    """The side streams of one root, and how they wait for each other."""
+
+    blocks_host: bool
+    """Whether waiting for a collective stops the host, so that it pays to wait late."""
+
+    copy_in: Any
+    gather: Any
+    reduce: Any
+    all_reduce: Any
+
+    def current(self) -> Any:
+        """Return the stream that the caller computes on."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Run the body on ``stream``."""
+
+    def record(self, stream: Any = None) -> Any:
+        """Return an event at the present end of ``stream`` (default: the current one)."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Make ``stream`` wait for ``event``; a None event is over already."""
+
+    def wait_stream(self, stream: Any, other: Any) -> None:
+        """Make ``stream`` wait for all that ``other`` has been given so far."""
+
+
+class NullStreams:
+    """Streams of a device that has none: the host runs everything in order."""
+
+    blocks_host = True
+    copy_in = gather = reduce = all_reduce = None
+
+    def current(self) -> None:
+        """Return the only stream there is."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Run the body."""
+        return nullcontext()
+
+    def record(self, stream: Any = None) -> None:  # noqa: ARG002
+        """Return an event that is over."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Do nothing: the host has passed the event already."""
+
+    def wait_stream(self, stream: Any, other: Any) -> None:
+        """Do nothing: the host runs both in order."""
+
+
+class AcceleratorStreams:
+    """Side streams on an accelerator."""
+
+    blocks_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self.copy_in = self._module.Stream(device, priority=_HIGH_PRIORITY)
+        self.gather = self._module.Stream(device, priority=_HIGH_PRIORITY)
+        self.reduce = self._module.Stream(device, priority=_HIGH_PRIORITY)
+        self.all_reduce = self._module.Stream(device)
+
+    def current(self) -> Any:
+        """Return the stream that the caller computes on."""
+        return self._module.current_stream(self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Run the body on ``stream``."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def record(self, stream: Any = None) -> Any:
+        """Return an event at the present end of ``stream`` (default: the current one)."""
+        return (stream if stream is not None else self.current()).record_event()
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Make ``stream`` wait for ``event``; a None event is over already."""
+        if event is not None:
+            stream.wait_event(event)
+
+    def wait_stream(self, stream: Any, other: Any) -> None:
+        """Make ``stream`` wait for all that ``other`` has been given so far."""
+        stream.wait_stream(other)
+
+
+class Done:
+    """The end of one collective: an event on a stream, or a handle that stops the host."""
+
+    __slots__ = ("_event", "_streams", "_work")
+
+    def __init__(self, streams: Streams, work: dist.Work | None, event: Any) -> None:
+        self._streams = streams
+        self._work = work
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the current stream, or the host where there is none, go on after the collective."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._streams.wait(self._streams.current(), self._event)
+
+
+def make_streams(device: torch.device) -> Streams:
+    """Return the streams of ``device``."""
+    return NullStreams() if device.type == "cpu" else AcceleratorStreams(device)

@@ -1,0 +1,162 @@
+"""The private names of torch that the engine stands on, each with its reason.
+
+One test asserts that every name still exists. Nothing else in the package reaches into torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.autograd import Variable
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "DTensorSpec",
+    "all_gather",
+    "chunk_cat",
+    "concatenate_meshes",
+    "dtensor_of",
+    "graph_task",
+    "has_replicate",
+    "local_tensor",
+    "post_accumulate_hooks",
+    "premul_sum",
+    "queue_callback",
+    "reduce_scatter",
+    "set_local_tensor",
+    "spec_of",
+    "spec_with_dtype",
+    "strided_shard",
+]
+
+
+def _gather_options(*, async_op: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+_GATHER = {flag: _gather_options(async_op=flag) for flag in (False, True)}
+
+
+def all_gather(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Gather through the group itself: the public function costs more than the launch.
+
+    Both torch 2.11 and 2.13 have this method; the public function changed its name between them.
+    """
+    return cast("dist.Work | None", group._allgather_base(output, shard, _GATHER[async_op]))
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    packed: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any,
+    *,
+    async_op: bool,
+) -> dist.Work | None:
+    """Reduce-scatter through the group itself, for the reason of ``all_gather``."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return cast("dist.Work | None", group._reduce_scatter_base(output, packed, options))
+
+
+def premul_sum(factor: float) -> Any:
+    """Return the reduction "multiply by ``factor``, then sum"; only nccl knows it."""
+    return dist._make_nccl_premul_sum(factor)
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], world: int, out: torch.Tensor) -> None:
+    """Cut each tensor on dim 0 into ``world`` padded chunks and fill ``out`` (world, n).
+
+    One kernel that also casts; no public operator does it.
+    """
+    torch._chunk_cat(list(tensors), dim=0, num_chunks=world, out=out)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Put meshes of one root mesh side by side; public slicing cannot reorder dims."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:
+    """Wrap without checks and without autograd: ten times cheaper than ``DTensor.from_local``."""
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor object itself; ``to_local`` makes a view through autograd."""
+    return cast("torch.Tensor", cast("DTensor", tensor)._local_tensor)
+
+
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Point a DTensor at other memory and keep the object, which an optimizer may hold."""
+    cast("DTensor", tensor)._local_tensor = local
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    """Return mesh, placements and meta data of a DTensor in one object."""
+    return cast("DTensor", tensor)._spec
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """Describe a DTensor; needed by ``dtensor_of``."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return ``spec`` for the same tensor in another dtype."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype == dtype:
+        return spec
+    return DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype)
+    )
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement of a dim that another mesh dim to the right also shards."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward is over; autograd has no public hook for it."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def graph_task() -> int:
+    """Return the number of the backward that runs in this thread, -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """Return the user's post-accumulate-grad hooks; autograd never runs them on a sharded leaf."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def has_replicate(module: torch.nn.Module) -> bool:
+    """Whether torch's composable ``replicate`` was applied to ``module``."""
+    registry = _get_registry(module)
+    return registry is not None and "replicate" in registry

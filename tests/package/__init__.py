@@ -1,0 +1,1 @@
+"""Tests of the repository itself: what is built, what imports what, what the documents say."""
