@@ -5,8 +5,9 @@ Called by name through `conformance.ranks`; arguments and results are plain data
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +25,93 @@ from conformance.per_rank import PerRank
 from conformance.ranks import RankContext
 from conformance.scenarios import SCENARIOS, Run
 
-ORACLE_RUNS: Mapping[str, Mapping[str, Any]] = {
-    "reference": {},
-    "double": {"dtype": torch.float64},
-    "reversed": {"reverse": True},
+
+@dataclass(frozen=True, kw_only=True)
+class Flavour:
+    """How one of the oracle's runs differs from the reference."""
+
+    dtype: torch.dtype = torch.float32
+    reverse: bool = False
+    suspects: bool = False
+
+
+ORACLE_RUNS: Mapping[str, Flavour] = {
+    "reference": Flavour(suspects=True),
+    "double": Flavour(dtype=torch.float64),
+    "reversed": Flavour(reverse=True),
 }
 
 
-def run_case(
-    context: RankContext,
-    *,
-    adapter: str,
-    variant: str,
-    case: str,
-    seed: int,
-    directory: str,
-    probe: str | None = None,
-    mutant: str | None = None,
-) -> None:
-    """Run one case with one adapter on this rank and write its history into `directory`.
+@dataclass(frozen=True, kw_only=True)
+class CaseRequest:
+    """One case to run with a wrapper.
+
+    Attributes:
+        adapter: name of the adapter.
+        variant: its variant.
+        case: the case's string.
+        seed: of the ranks' random numbers.
+        directory: where the history goes.
+        probe: a capability to use although it is not claimed.
+        mutant: a defect to plant.
+    """
+
+    adapter: str
+    variant: str
+    case: str
+    seed: int
+    directory: str
+    probe: str | None = None
+    mutant: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OracleRequest:
+    """One case to run unsharded.
+
+    Attributes:
+        world: virtual ranks.
+        conventions: of the adapter that is compared.
+        capabilities: those that change what the scenario does.
+        case: the case's string.
+        seed: of the ranks' random numbers.
+        directory: where the three histories go.
+    """
+
+    world: int
+    conventions: Conventions
+    capabilities: tuple[str, ...]
+    case: str
+    seed: int
+    directory: str
+
+
+def run_case(context: RankContext, *, request: CaseRequest) -> None:
+    """Run one case with one adapter on this rank and write its history.
 
     Collective: whatever the scenario issues, on the default group.
     """
-    parsed = Case.parse(case)
-    model = models.case(parsed.model)
-    header = {"case": case, "adapter": adapter, "variant": variant, "world": context.world_size}
-    writer = HistoryWriter(Path(directory), context.rank, header)
-    torch.manual_seed(rank_seed(seed, context.rank))
+    case = Case.parse(request.case)
+    model = models.case(case.model)
+    directory = Path(request.directory)
+    header = {
+        "case": request.case,
+        "adapter": request.adapter,
+        "variant": request.variant,
+        "world": context.world_size,
+    }
+    writer = HistoryWriter(directory, context.rank, header)
+    torch.manual_seed(rank_seed(request.seed, context.rank))
     with ExitStack() as stack:
         stack.callback(writer.close)
-        driver, options = make_adapter(adapter, variant)
-        if mutant is not None:
-            driver = stack.enter_context(mutant_named(mutant).planted(driver))
-        if probe is not None:
-            driver.capabilities |= {probe}
+        driver, options = make_adapter(request.adapter, request.variant)
+        if request.mutant is not None:
+            driver = stack.enter_context(mutant_named(request.mutant).planted(driver))
+        if request.probe is not None:
+            driver.capabilities |= {request.probe}
         run = Run(
             adapter=driver,
-            case=parsed,
+            case=case,
             model=model,
             writer=writer,
             batch=lambda step, micro: models.move(
@@ -69,54 +120,52 @@ def run_case(
             device=context.device,
             world=context.world_size,
             options=options,
-            scratch=Path(directory),
+            scratch=directory,
             recorder=context.recorder,
         )
         stack.callback(lambda: writer.collectives(context.recorder.records))
-        SCENARIOS[parsed.scenario].program(run)
+        SCENARIOS[case.scenario].program(run)
 
 
-def run_oracle(
-    context: RankContext,
-    *,
-    world: int,
-    conventions: Mapping[str, Any],
-    capabilities: Sequence[str],
-    case: str,
-    seed: int,
-    directory: str,
-) -> None:
+def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
     """Run one case unsharded, three times: reference, float64, other order of additions."""
-    parsed = Case.parse(case)
-    model = models.case(parsed.model)
+    case = Case.parse(request.case)
     for name, flavour in ORACLE_RUNS.items():
-        dtype = flavour.get("dtype", torch.float32)
+        directory = Path(request.directory) / name
         adapter = VirtualRanks(
-            world,
-            Conventions(**conventions),
-            frozenset(capabilities),
-            seed=seed,
-            reverse=flavour.get("reverse", False),
+            request.world,
+            request.conventions,
+            frozenset(request.capabilities),
+            seed=request.seed,
+            reverse=flavour.reverse,
         )
-        with VirtualWriter(Path(directory) / name, world) as writer:
+        with VirtualWriter(directory, request.world) as writer:
             run = OracleRun(
                 adapter=adapter,
-                case=parsed,
-                model=model,
+                case=case,
+                model=models.case(case.model),
                 writer=writer,
-                batch=lambda step, micro, dtype=dtype: PerRank(
-                    tuple(
-                        cast_floating(models.move(model.batch(r, step, micro), context.device), dtype)
-                        for r in range(world)
-                    )
-                ),
+                batch=virtual_batches(request, context.device, flavour.dtype),
                 device=context.device,
-                world=world,
-                scratch=Path(directory) / name,
-                dtype=dtype,
-                suspects=name == "reference",
+                world=request.world,
+                scratch=directory,
+                dtype=flavour.dtype,
+                suspects=flavour.suspects,
             )
-            SCENARIOS[parsed.scenario].program(run)
+            SCENARIOS[case.scenario].program(run)
+
+
+def virtual_batches(
+    request: OracleRequest, device: torch.device, dtype: torch.dtype
+) -> Callable[[int, int], PerRank]:
+    """(step, micro-batch) to every virtual rank's batch on `device`, floating parts in `dtype`."""
+    model = models.case(Case.parse(request.case).model)
+
+    def batches(step: int, micro: int) -> PerRank:
+        own = (model.batch(rank, step, micro) for rank in range(request.world))
+        return PerRank(tuple(cast_floating(models.move(batch, device), dtype) for batch in own))
+
+    return batches
 
 
 def cast_floating(batch: models.Batch, dtype: torch.dtype) -> models.Batch:

@@ -59,7 +59,9 @@ def is_scaled(got: Tensor, expected: Tensor, bound: float) -> bool:
     if got.shape != expected.shape or got.numel() < 2:
         return False
     factor = ratio(got, expected)
-    return factor is not None and distance(got, expected.double() * factor) <= bound * max(1.0, factor)
+    return factor is not None and distance(got, expected.double() * factor) <= bound * max(
+        1.0, factor
+    )
 
 
 def ratio(got: Tensor, expected: Tensor) -> float | None:

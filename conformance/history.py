@@ -84,9 +84,7 @@ class HistoryWriter:
 
     def end_phase(self, error: str | None = None, traceback: str = "") -> None:
         """The phase is over, by an exception if `error` is given."""
-        self._line(
-            {"kind": "end", "ordinal": self._phase, "error": error, "traceback": traceback}
-        )
+        self._line({"kind": "end", "ordinal": self._phase, "error": error, "traceback": traceback})
 
     def write(self, what: str, value: Any, **where: Any) -> None:
         """Record `value`: a tensor, a JSON value, or a mapping from string to those."""
@@ -198,8 +196,11 @@ class History:
             for phase in history.phases
             if phase.error is not None
         ]
-        return min(((r, p) for _, r, p in sorted(failed, key=lambda f: f[:2])), default=None,
-                   key=lambda item: (item[1].ordinal, item[0]))
+        return min(
+            ((r, p) for _, r, p in sorted(failed, key=lambda f: f[:2])),
+            default=None,
+            key=lambda item: (item[1].ordinal, item[0]),
+        )
 
 
 def _read_rank(directory: Path, rank: int) -> RankHistory:

@@ -73,7 +73,10 @@ def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:
     if ran.verdict in _RAN_BADLY:
         verdict, cause = _RAN_BADLY[ran.verdict]
         return Judgement(
-            check="run.completed", verdict=verdict, cause=cause, sentence=ran.sentence,
+            check="run.completed",
+            verdict=verdict,
+            cause=cause,
+            sentence=ran.sentence,
             moment=(_last_phase(evidence), 0),
         )
     if ran.verdict is RankVerdict.OK:
@@ -110,7 +113,8 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
     unclaimed = sorted(check.needs - evidence.capabilities)
     if unclaimed:
         return Judgement(
-            check=check.id, verdict=Verdict.UNSUPPORTED,
+            check=check.id,
+            verdict=Verdict.UNSUPPORTED,
             sentence=f"not claimed: {', '.join(unclaimed)}",
         )
     if refusal(evidence, ran) is not None:
@@ -124,8 +128,14 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
     first = ledger.first()
     if first is not None:
         return Judgement(
-            check=check.id, verdict=Verdict.FAIL, cause=first.cause, sentence=first.sentence,
-            error=first.error, bound=first.bound, where=first.where, moment=first.moment,
+            check=check.id,
+            verdict=Verdict.FAIL,
+            cause=first.cause,
+            sentence=first.sentence,
+            error=first.error,
+            bound=first.bound,
+            where=first.where,
+            moment=first.moment,
         )
     if missing is not None:
         return _without_observation(check, evidence, ran, missing)
@@ -149,12 +159,17 @@ def _without_observation(
     own, sentence = blocked_by(evidence, missing)
     if own:
         return Judgement(
-            check=check.id, verdict=Verdict.FAIL, cause=Cause.EXCEPTION,
-            sentence=first_line(sentence), moment=(_last_phase(evidence), 1),
+            check=check.id,
+            verdict=Verdict.FAIL,
+            cause=Cause.EXCEPTION,
+            sentence=first_line(sentence),
+            moment=(_last_phase(evidence), 1),
         )
     if ran.verdict is RankVerdict.OK:
         return Judgement(
-            check=check.id, verdict=Verdict.FAIL, cause=Cause.MISSING_KEY,
+            check=check.id,
+            verdict=Verdict.FAIL,
+            cause=Cause.MISSING_KEY,
             sentence=f"the wrapper's run lacks {missing}",
             moment=(_last_phase(evidence), 1),
         )
@@ -184,5 +199,3 @@ def _last_phase(evidence: Evidence) -> int:
 def first_line(text: str | None) -> str:
     """The first line of a message, at most 300 characters."""
     return (text or "").strip().split("\n", 1)[0][:300]
-
-

@@ -7,10 +7,10 @@ by the number of ranks; then one optimizer steps once. Imports no wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from conformance.adapter import (
 )
 from conformance.per_rank import PerRank
 
-T = TypeVar("T")
 BufferKey = tuple[str, str]  # (path of the owning module, name of the buffer)
 
 
@@ -62,10 +61,15 @@ class VirtualRanks(Adapter):
     name = "oracle"
 
     def __init__(
-        self, world: int, conventions: Conventions, capabilities: frozenset[str], *, seed: int,
+        self,
+        world: int,
+        conventions: Conventions,
+        capabilities: frozenset[str],
+        *,
+        seed: int,
         reverse: bool = False,
     ) -> None:
-        """An oracle of `world` ranks under the conventions of the adapter that it is compared to."""
+        """An oracle of `world` ranks that keeps the conventions of the adapter compared with it."""
         self.world = world
         # who divides the loss makes no difference to the truth: here the caller always does
         self.conventions = replace(conventions, loss_divided_by_accumulation=False)
@@ -89,8 +93,13 @@ class VirtualRanks(Adapter):
         return wrapped
 
     def step(
-        self, w: Wrapped, micro_batches: Sequence[Any], loss_fn: LossFn, *,
-        max_norm: float | None = None, norm_type: float = 2.0,
+        self,
+        w: Wrapped,
+        micro_batches: Sequence[Any],
+        loss_fn: LossFn,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
     ) -> StepResult:
         """The adapter's step over virtual ranks."""
         self._take_over_buffers(w)
@@ -98,12 +107,11 @@ class VirtualRanks(Adapter):
 
     def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Any:
         """The loss of every rank."""
-        return PerRank(
-            tuple(
-                self._on_rank(w, rank, lambda rank=rank: loss_fn(w.module, batch.values[rank]))
-                for rank in range(self.world)
-            )
-        )
+        losses = []
+        for rank in range(self.world):
+            with _as_rank(w.module, w.native, rank):
+                losses.append(loss_fn(w.module, batch.values[rank]))
+        return PerRank(tuple(losses))
 
     def backward(self, w: Wrapped, loss: Any) -> None:
         """Accumulate every rank's gradient, then set ``.grad`` to what reduction would leave."""
@@ -146,8 +154,11 @@ class VirtualRanks(Adapter):
         """Every rank's buffers."""
         return PerRank(
             tuple(
-                {clean_fqn(f"{path}.{name}" if path else name): to_cpu(value)
-                 for (path, name), value in buffers.items() if value is not None}
+                {
+                    clean_fqn(f"{path}.{name}" if path else name): to_cpu(value)
+                    for (path, name), value in buffers.items()
+                    if value is not None
+                }
                 for buffers in w.native.buffers
             )
         )
@@ -156,20 +167,17 @@ class VirtualRanks(Adapter):
         self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
     ) -> Any:
         """Every rank's state dict: the shared parameters with that rank's buffers."""
-        return PerRank(
-            tuple(
-                self._on_rank(
-                    w, rank, lambda: {k: to_cpu(v) for k, v in w.module.state_dict().items()}
-                )
-                for rank in range(self.world)
-            )
-        )
+        states = []
+        for rank in range(self.world):
+            with _as_rank(w.module, w.native, rank):
+                states.append({k: to_cpu(v) for k, v in w.module.state_dict().items()})
+        return PerRank(tuple(states))
 
     def load_model_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
         """Load every rank's state dict."""
         for rank in range(self.world):
-            content: Mapping[str, Any] = state.values[rank]
-            self._on_rank(w, rank, lambda content=content: w.module.load_state_dict(content))
+            with _as_rank(w.module, w.native, rank):
+                w.module.load_state_dict(state.values[rank])
 
     def rank_gradients(self, w: Wrapped) -> PerRank:
         """Every rank's own gradients before reduction, FQN to tensor."""
@@ -200,10 +208,6 @@ class VirtualRanks(Adapter):
                 w.native.buffers[rank] = {
                     key: None if b is None else b.clone() for key, b in w.native.buffers[0].items()
                 }
-
-    def _on_rank(self, w: Wrapped, rank: int, work: Callable[[], T]) -> T:
-        with _as_rank(w.module, w.native, rank):
-            return work()
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -239,7 +243,9 @@ def rank_seed(seed: int, rank: int) -> int:
 
 
 def _rng_state() -> tuple[Tensor, Tensor | None]:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     if accelerator is None:
         return torch.get_rng_state(), None
     return torch.get_rng_state(), torch.get_device_module(accelerator).get_rng_state()

@@ -56,7 +56,9 @@ class OracleRun(Run):
 
     def watch(self, w: Wrapped, step: int) -> Watch:
         """The observer of one step."""
-        return OracleWatch(run=self, wrapped=w, step=step) if self.suspects else super().watch(w, step)
+        return (
+            OracleWatch(run=self, wrapped=w, step=step) if self.suspects else super().watch(w, step)
+        )
 
     def observe_gradients(self, seen: Watch, step: int) -> None:
         """Reduced gradients, and each rank's own."""
@@ -96,5 +98,3 @@ class OracleRun(Run):
             fqn: None if by_id.get(id(p)) is None else to_cpu(cast(Tensor, by_id[id(p)]))
             for fqn, p in named_parameters(module)
         }
-
-

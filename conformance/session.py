@@ -10,7 +10,7 @@ import json
 import shlex
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from conformance.adapter import Adapter, Conventions
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.checks import Check, Evidence
-from conformance.execute import ORACLE_RUNS, run_case, run_oracle
+from conformance.execute import ORACLE_RUNS, CaseRequest, OracleRequest, run_case, run_oracle
 from conformance.history import History
 from conformance.judge import Judgement, Ran, judge
 from conformance.mutants import mutant_named
@@ -29,8 +29,7 @@ from conformance.ranks import Job, RankPool, RankVerdict
 from conformance.tolerance import Oracle
 from conformance.verdicts import Finding, finding_id
 
-
-PRELOAD = ("conformance.execute", "torch._dynamo", "torch.distributed.fsdp")
+PRELOAD = ("conformance.execute", "torch._dynamo", "conformance.adapters.torch_fsdp2")
 """Imported once, before ranks are forked; the first optimizer of a process imports dynamo, which
 alone would cost every fresh rank two seconds."""
 
@@ -176,8 +175,7 @@ class Session:
         capabilities = adapter.capabilities | ({probe} if probe else frozenset())
         oracle = self._oracle(case, adapter.conventions, capabilities)
         setting = self.setting
-        job = Job.of(
-            run_case,
+        request = CaseRequest(
             adapter=subject.adapter,
             variant=subject.variant,
             mutant=subject.mutant,
@@ -187,6 +185,7 @@ class Session:
             probe=probe,
         )
         fresh = subject.mutant is not None
+        job = Job.of(run_case, request=request)
         outcome = self._pool(setting.world).run(job, timeout=setting.timeout, fresh=fresh)
         Stored(
             subject=subject,
@@ -207,12 +206,11 @@ class Session:
             seed=setting.seed,
         ).write(directory)
 
-    def _oracle(
-        self, case: Case, conventions: Conventions, capabilities: frozenset[str]
-    ) -> Path:
+    def _oracle(self, case: Case, conventions: Conventions, capabilities: frozenset[str]) -> Path:
         """Folder of the oracle's three histories of a case; runs them if they are not there."""
         setting = self.setting
         shown = sorted(c for c in capabilities if c.startswith("clip."))
+        conventions = relevant(conventions, models.case(case.model))
         key = json.dumps(
             [str(case), setting.world, setting.device, setting.seed, asdict(conventions), shown]
         )
@@ -221,15 +219,15 @@ class Session:
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(str(directory) + ".lock"):
             if not (directory / "done").exists():
-                job = Job.of(
-                    run_oracle,
+                request = OracleRequest(
                     world=setting.world,
-                    conventions=asdict(conventions),
-                    capabilities=shown,
+                    conventions=conventions,
+                    capabilities=tuple(shown),
                     case=str(case),
                     seed=setting.seed,
                     directory=str(directory),
                 )
+                job = Job.of(run_oracle, request=request)
                 outcome = self._pool(1).run(job, timeout=setting.timeout)
                 if outcome.verdict is not RankVerdict.OK:
                     report = outcome.reports[0]
@@ -241,13 +239,25 @@ class Session:
     def _pool(self, world: int) -> RankPool:
         pools: dict[int, RankPool] = self._local.__dict__.setdefault("pools", {})
         if world not in pools:
-            pool = RankPool(
-                world=world, device=self.setting.device, preload=PRELOAD
-            )
+            pool = RankPool(world=world, device=self.setting.device, preload=PRELOAD)
             pools[world] = pool
             with self._lock:
                 self._pools.append(pool)
         return pools[world]
+
+
+def relevant(conventions: Conventions, model: models.ModelCase) -> Conventions:
+    """`conventions` without those that make no difference to what the oracle does with `model`.
+
+    Adapters with different conventions then share the oracle's runs of most models.
+    """
+    plain = Conventions()
+    return replace(
+        plain,
+        gradients=conventions.gradients,
+        buffers=conventions.buffers if "buffers" in model.traits else plain.buffers,
+        unused_grad=conventions.unused_grad if "unused" in model.traits else plain.unused_grad,
+    )
 
 
 class OracleFailed(RuntimeError):

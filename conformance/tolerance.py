@@ -46,9 +46,7 @@ class Oracle:
         return FACTOR * noise + ULPS * eps * scale
 
 
-def _pick(
-    history: History, rank: int, what: str, where: dict[str, Any], key: str | None
-) -> Tensor:
+def _pick(history: History, rank: int, what: str, where: dict[str, Any], key: str | None) -> Tensor:
     value = history.get(rank, what, **where)
     return as_tensor(value if key is None else value[key])
 
@@ -60,4 +58,6 @@ def distance(left: Tensor, right: Tensor) -> float:
     a, b = left.double(), right.double()
     difference = torch.where(a == b, 0.0, (a - b).abs())
     both_nan = a.isnan() & b.isnan()
-    return float(torch.where(both_nan, 0.0, difference).nan_to_num(nan=torch.inf).max())
+    return float(
+        torch.where(both_nan, 0.0, difference).nan_to_num(nan=torch.inf, posinf=torch.inf).max()
+    )

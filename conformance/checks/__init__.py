@@ -1,6 +1,6 @@
 """The checks. The order of the imports is the order in which ties in time are reported."""
 
-from conformance.checks import (  # noqa: F401, I001 - imported for registration, in this order
+from conformance.checks import (  # noqa: F401 - imported for registration, in this order
     training,
 )
 from conformance.checks.evidence import Evidence, Ledger

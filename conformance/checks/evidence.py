@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -92,7 +92,13 @@ class Ledger:
         )
 
     def hold(
-        self, held: bool, *, moment: Moment, cause: Cause, sentence: str, **where: Any
+        self,
+        held: bool,  # noqa: FBT001 - reads like an assertion
+        *,
+        moment: Moment,
+        cause: Cause,
+        sentence: str,
+        **where: Any,
     ) -> None:
         """Record a comparison that is true or false."""
         self.comparisons += 1
@@ -101,7 +107,7 @@ class Ledger:
                 Mismatch(moment=moment, cause=cause, sentence=sentence, where=where)
             )
 
-    def number(  # noqa: PLR0913 - one comparison is described once, by name
+    def number(
         self,
         got: Any,
         expected: Any,
@@ -178,7 +184,11 @@ def place(where: Mapping[str, Any], rank: int) -> str:
     return ", ".join([*parts, f"rank {rank}"])
 
 
-def compare_trees(
+Suspects: TypeAlias = Callable[[int, Observation, str], list[Suspect]]
+"""(rank, the oracle's observation, key) to what known defects would have produced."""
+
+
+def compare_trees(  # noqa: PLR0913 - the options of one loop, all by name
     evidence: Evidence,
     ledger: Ledger,
     what: str,
@@ -186,11 +196,20 @@ def compare_trees(
     noun: str,
     only: Callable[[Mapping[str, Any]], bool] = lambda where: True,
     keys: Callable[[str], bool] = lambda key: True,
-    suspects: Callable[[int, Observation, str], list[Suspect]] = lambda rank, seen, key: [],
+    suspects: Suspects = lambda rank, seen, key: [],
 ) -> None:
     """Compare every observation `what` of every rank, key by key, with the oracle's.
 
     ``None`` (no gradient) must meet ``None``; a missing or additional key is a mismatch.
+
+    Args:
+        evidence: both histories.
+        ledger: where comparisons are recorded.
+        what: name of the observation, whose value is a flat tree.
+        noun: what a sentence calls one entry, such as "gradient of".
+        only: which observations, by their coordinates.
+        keys: which entries.
+        suspects: what known defects would have produced, to name the cause.
 
     Raises:
         NotObserved: the wrapper's history lacks an observation that the oracle made.
@@ -200,39 +219,50 @@ def compare_trees(
             if not only(seen.where):
                 continue
             got = evidence.history.get(rank, what, **seen.where)
-            place_name = place(seen.where, rank)
-            for key in sorted({*got, *seen.value} if keys is not None else seen.value):
-                if not keys(key):
-                    continue
-                _compare_key(
-                    evidence, ledger, seen, got, key, rank,
-                    name=f"{noun} {key} at {place_name}",
-                    suspects=lambda rank=rank, seen=seen, key=key: suspects(rank, seen, key),
-                )
+            pair = _Pair(evidence=evidence, rank=rank, seen=seen, got=got)
+            for key in filter(keys, sorted({*got, *seen.value})):
+                pair.compare(ledger, key, noun, suspects)
 
 
-def _compare_key(  # noqa: PLR0913 - private; one key of one observation
-    evidence: Evidence, ledger: Ledger, seen: Observation, got: Mapping[str, Any], key: str,
-    rank: int, *, name: str, suspects: Callable[[], list[Suspect]],
-) -> None:
-    where = {**seen.where, "rank": rank, "fqn": key}
-    moment = seen.moment
-    if key not in got:
-        ledger.hold(False, moment=moment, cause=Cause.MISSING_KEY,
-                    sentence=f"{name} is missing", **where)
-    elif key not in seen.value:
-        ledger.hold(False, moment=moment, cause=Cause.UNEXPECTED_KEY,
-                    sentence=f"{name} should not exist", **where)
-    elif (got[key] is None) != (seen.value[key] is None):
-        missing = got[key] is None
-        cause = Cause.MISSING_GRADIENT if missing else Cause.UNEXPECTED_GRADIENT
-        ledger.hold(False, moment=moment, cause=cause, sentence=f"{name}: {MEANING[cause]}", **where)
-    elif got[key] is None:
-        ledger.hold(True, moment=moment, cause=Cause.MISSING_GRADIENT, sentence="")
-    else:
-        bound = evidence.oracle.bound(rank, seen.what, dict(seen.where), key)
-        ledger.number(got[key], seen.value[key], bound, name=name, moment=moment,
-                      suspects=suspects, **where)
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """One observation of one rank beside the oracle's."""
+
+    evidence: Evidence
+    rank: int
+    seen: Observation
+    got: Mapping[str, Any]
+
+    def compare(self, ledger: Ledger, key: str, noun: str, suspects: Suspects) -> None:
+        """Compare the entries called `key`."""
+        name = f"{noun} {key} at {place(self.seen.where, self.rank)}"
+        where = {**self.seen.where, "rank": self.rank, "fqn": key}
+        cause = self._presence(key)
+        if cause is not None:
+            sentence = f"{name}: {MEANING[cause]}"
+            ledger.hold(False, moment=self.seen.moment, cause=cause, sentence=sentence, **where)
+        elif self.got[key] is None:
+            ledger.comparisons += 1
+        else:
+            ledger.number(
+                self.got[key],
+                self.seen.value[key],
+                self.evidence.oracle.bound(self.rank, self.seen.what, dict(self.seen.where), key),
+                name=name,
+                moment=self.seen.moment,
+                suspects=lambda: suspects(self.rank, self.seen, key),
+                **where,
+            )
+
+    def _presence(self, key: str) -> Cause | None:
+        """What is wrong about an entry being there or not; ``None`` if nothing is."""
+        if key not in self.got:
+            return Cause.MISSING_KEY
+        if key not in self.seen.value:
+            return Cause.UNEXPECTED_KEY
+        if (self.got[key] is None) == (self.seen.value[key] is None):
+            return None
+        return Cause.MISSING_GRADIENT if self.got[key] is None else Cause.UNEXPECTED_GRADIENT
 
 
 def blocked_by(evidence: Evidence, missing: NotObserved) -> tuple[bool, str]:

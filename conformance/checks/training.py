@@ -82,7 +82,8 @@ def common_factor(
     pairs = [
         (got[key].double().flatten(), expected.double().flatten(), key)
         for key, expected in seen.value.items()
-        if isinstance(expected, Tensor) and isinstance(got.get(key), Tensor)
+        if isinstance(expected, Tensor)
+        and isinstance(got.get(key), Tensor)
         and got[key].shape == expected.shape
     ]
     square = sum(float(e @ e) for _, e, _ in pairs)
@@ -130,8 +131,9 @@ def gradient_suspects(evidence: Evidence) -> Any:
         ]
         if evidence.case.accumulation > 1:
             found.append((Cause.DIVIDED_TWICE, expected / evidence.case.accumulation))
-            found += _found(reference, 0, "gradients_last_micro", seen, key,
-                            Cause.LAST_MICRO_BATCH_ONLY)
+            found += _found(
+                reference, 0, "gradients_last_micro", seen, key, Cause.LAST_MICRO_BATCH_ONLY
+            )
         found += _found(reference, rank, "gradients_of_rank", seen, key, Cause.NOT_REDUCED)
         for other in range(evidence.world):
             if other != rank:
@@ -167,7 +169,8 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
             expected = expected_after - start[key]
             got = after[key] - before[key]
             ledger.number(
-                got, expected,
+                got,
+                expected,
                 evidence.oracle.bound(rank, "parameters", {"step": 0}, key),
                 name=f"change of {key} in step 0, rank {rank},",
                 moment=seen.moment,
@@ -175,7 +178,9 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
                     (Cause.SUMMED_NOT_AVERAGED, expected * evidence.world),
                     (Cause.DIVIDED_TWICE, expected / evidence.world),
                 ],
-                rank=rank, step=0, fqn=key,
+                rank=rank,
+                step=0,
+                fqn=key,
             )
 
 
@@ -184,7 +189,10 @@ def parameters_end(evidence: Evidence, ledger: Ledger) -> None:
     """At the end every rank holds the oracle's parameters."""
     last = max(seen.where["step"] for seen in evidence.expected("parameters"))
     compare_trees(
-        evidence, ledger, "parameters", noun="parameter",
+        evidence,
+        ledger,
+        "parameters",
+        noun="parameter",
         only=lambda where: where["step"] == last,
         suspects=parameter_suspects(evidence),
     )
@@ -199,5 +207,3 @@ def parameter_suspects(evidence: Evidence) -> Any:
         return [] if earlier is None else [(Cause.STALE, earlier.value[key])]
 
     return suspects
-
-

@@ -46,7 +46,7 @@ class Mutant:
     def planted(self, adapter: Adapter) -> Iterator[Adapter]:
         """`adapter` with the defect, for the body; the adapter itself is left as it was."""
         mixed = type(self.name, (self.defect, type(adapter)), {})
-        planted: Adapter = mixed.__new__(mixed)
+        planted: Adapter = object.__new__(mixed)
         planted.__dict__.update(adapter.__dict__)
         # what the defect declares wins over the adapter's own declaration
         for attribute in ("capabilities", "conventions"):

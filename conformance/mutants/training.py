@@ -45,8 +45,7 @@ class ForwardWithStaleParameters(Adapter):
         current = [p.detach().clone() for p in w.module.parameters()]
         previous, self._previous = self._previous or current, current
         _assign(w, previous)
-        loss = super().forward(w, batch, loss_fn)
-        return loss
+        return super().forward(w, batch, loss_fn)
 
     def optimizer_step(self, w: Wrapped) -> None:
         """Step from the current values."""

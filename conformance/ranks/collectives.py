@@ -1,8 +1,8 @@
 """Record every collective before it is issued, whoever issues it: DDP, FSDP, DTensor or the user.
 
-A dispatch mode sees the operators of the `c10d` and `_c10d_functional` namespaces on the thread that
-installed it and on the autograd threads that serve it. Collectives of other threads, and those that
-a compiled graph or a backend issues below the dispatcher, are not seen.
+A dispatch mode sees the operators of the `c10d` and `_c10d_functional` namespaces on the thread
+that installed it and on the autograd threads that serve it. Collectives of other threads, and those
+that a backend issues below the dispatcher, are not seen.
 
 Knows operators and process groups. Must not know verdicts, processes or files (the ring is given).
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,9 @@ from conformance.ranks.records import CollectiveRecord, Ring
 from conformance.ranks.signature import signature
 
 __all__ = ["CollectiveRecorder"]
+
+StreamEnd = tuple[int, int, tuple[int, ...]]
+"""How many collectives were entered, a checksum over their signatures, and the member ranks."""
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
@@ -47,37 +51,39 @@ class CollectiveRecorder(TorchDispatchMode):
         # 2.5 s in every fresh rank.
         return False
 
-    def __init__(self, ring: Ring | None = None) -> None:
+    def __init__(self, ring: Ring | None = None, *, first_group: int = 0) -> None:
         """Make a recorder that is not active yet.
 
         Args:
             ring: shared memory in which the controller can read the records; None keeps them here.
+            first_group: how many process groups existed before; unnamed ones count from there.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[CollectiveRecord] = []
         self._ring = ring
         self._modules = ModuleTracker()
         self._phase = ""
         self._judged = True
-        self._streams: dict[str, tuple[int, int]] = {}
+        self._first_group = first_group
+        self._streams: dict[str, StreamEnd] = {}
         self._depth = 0
 
     def __enter__(self) -> CollectiveRecorder:
         if self._depth == 0:
             self._modules.install()
         self._depth += 1
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
             self._modules.remove()
 
     @property
-    def streams(self) -> Mapping[str, tuple[int, int]]:
-        """Per stream, how many collectives were entered and a checksum over their signatures."""
+    def streams(self) -> dict[str, StreamEnd]:
+        """Where each stream of collectives stands."""
         return dict(self._streams)
 
     def name_modules(self, root: nn.Module) -> None:
@@ -107,7 +113,8 @@ class CollectiveRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "namespace", None) not in _NAMESPACES:
             return func(*args, **kwargs)
-        indices = [self._enter(call) for call in parse(func, args, kwargs)]
+        calls = parse(func, args, kwargs, first_group=self._first_group)
+        indices = [self._enter(call) for call in calls]
         try:
             return func(*args, **kwargs)
         finally:
@@ -116,7 +123,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def _enter(self, call: Call) -> int:
         stream = call.stream
-        nth, checksum = self._streams.get(stream, (0, 0))
+        nth, checksum, members = self._streams.get(stream, (0, 0, _members(call)))
         record = CollectiveRecord(
             index=len(self.records),
             op=call.op,
@@ -137,7 +144,7 @@ class CollectiveRecorder(TorchDispatchMode):
             entered=time.monotonic(),
         )
         text = repr(signature(record)).encode()
-        self._streams[stream] = (nth + 1, zlib.crc32(text, checksum))
+        self._streams[stream] = (nth + 1, zlib.crc32(text, checksum), members)
         self.records.append(record)
         if self._ring is not None:
             self._ring.enter(record)
@@ -147,3 +154,10 @@ class CollectiveRecorder(TorchDispatchMode):
         now = self._ring.leave(index) if self._ring is not None else time.monotonic()
         self.records[index] = replace(self.records[index], left=now)
 
+
+def _members(call: Call) -> tuple[int, ...]:
+    """Ranks that take part in the stream of a call."""
+    if call.op not in {"send", "recv"}:
+        return call.group_ranks
+    here = dist.get_rank()
+    return (here,) if call.root is None else tuple(sorted({here, call.root}))

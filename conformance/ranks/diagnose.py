@@ -5,14 +5,15 @@ A pure function of records, reports and exits. Must not know processes, files or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from conformance.ranks import wording
 from conformance.ranks.outcome import RankReport, RankStatus, RankVerdict
 from conformance.ranks.records import CollectiveRecord
 from conformance.ranks.signature import difference
 
-__all__ = ["Diagnosis", "RankTrace", "diagnose", "find_desync", "find_missing"]
+__all__ = ["Diagnosis", "RankTrace", "diagnose", "find_desync", "find_missing", "streams_agree"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,10 @@ class RankTrace:
         """The last collective it entered."""
         return self.records[-1] if self.records else None
 
+    def ended_with(self, status: RankStatus) -> bool:
+        """Whether it reported this status."""
+        return self.report is not None and self.report.status is status
+
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
@@ -72,71 +77,102 @@ def diagnose(traces: Sequence[RankTrace], *, now: float, timeout: float) -> Diag
     """Judge one job.
 
     Args:
-        traces: one per rank.
+        traces: one per rank, in rank order.
         now: `time.monotonic()` when the job ended or was bounded.
         timeout: the job's bound in seconds, for the sentence.
     """
     desync = find_desync(traces)
     if desync is not None:
         return Diagnosis(verdict=RankVerdict.DESYNC, sentence=desync)
-    dead = [trace for trace in traces if trace.dead]
-    failed = [t for t in traces if t.report is not None and t.report.status is RankStatus.ERROR]
     missing = find_missing(traces)
+    dead = [trace for trace in traces if trace.dead]
     if dead:
-        hang = _aborted_by_a_hang(dead, missing)
-        return _hang(hang, traces, now) if hang is not None else _crash(dead, traces, now)
+        if missing is not None and _gave_up_waiting(dead, missing):
+            return _hang(missing, traces, now)
+        return Diagnosis(verdict=RankVerdict.CRASH, sentence=_crash(dead, traces, now))
+    failed = [trace for trace in traces if trace.ended_with(RankStatus.ERROR)]
     if failed:
-        return _error(failed, traces, now)
+        return Diagnosis(verdict=RankVerdict.ERROR, sentence=_error(failed, traces, now))
+    skipped = [trace for trace in traces if trace.ended_with(RankStatus.SKIP)]
+    if skipped and len(skipped) < len(traces):
+        sentence = _partial_skip(skipped, traces, now)
+        return Diagnosis(verdict=RankVerdict.ERROR, sentence=sentence)
     if any(trace.waiting for trace in traces):
-        return _hang(missing, traces, now) if missing else _endless(traces, now, timeout)
-    return _all_reported(traces, missing)
+        return _hang(missing, traces, now) if missing else _endless(traces, timeout)
+    if missing is not None:
+        return Diagnosis(verdict=RankVerdict.DESYNC, sentence=_unfinished(missing))
+    if skipped:
+        reason = wording.first_line(skipped[0].report.message) if skipped[0].report else ""
+        return Diagnosis(verdict=RankVerdict.SKIP, sentence=reason)
+    return Diagnosis(verdict=RankVerdict.OK)
 
 
 def find_desync(traces: Sequence[RankTrace]) -> str | None:
-    """The first collective of a group on which its members disagree, as a sentence."""
+    """The earliest collective on which the members of its group disagree, as a sentence."""
     found: list[tuple[float, str]] = []
-    for (stream, nth), entries in _by_position(traces).items():
-        del stream
-        (first_rank, first), *others = entries
-        for rank, record in others:
-            field = difference(first, record)
-            if field is not None:
-                sentence = (
-                    f"rank {first_rank} entered {_name(first)} with {_payload(first)}, rank {rank} "
-                    f"entered {_name(record)} with {_payload(record)} as collective {nth} of group "
-                    f"{first.group}: they differ in {field}"
-                )
+    table: dict[tuple[str, tuple[int, ...], int], tuple[int, CollectiveRecord]] = {}
+    for trace in traces:
+        for record in trace.records:
+            key = (record.stream, record.group_ranks, record.nth)
+            rank, first = table.setdefault(key, (trace.rank, record))
+            what = difference(first, record)
+            if what is not None:
+                sentence = wording.desync((rank, first), (trace.rank, record), what)
                 found.append((min(first.entered, record.entered), sentence))
-    return min(found)[1] if found else None
+    return min(found)[1] if found else _lost_desync(traces)
 
 
 def find_missing(traces: Sequence[RankTrace]) -> Missing | None:
-    """The earliest collective that a member has entered and another member has not."""
+    """The earliest collective that one member has entered and another one has not."""
     found: list[tuple[float, Missing]] = []
     by_rank = {trace.rank: trace for trace in traces}
-    positions = {trace.rank: _positions(trace) for trace in traces}
+    reached = {trace.rank: _reached(trace) for trace in traces}
     for present in traces:
         for record in present.records:
             for rank in _partners(record):
                 absent = by_rank.get(rank)
                 if absent is None or absent is present:
                     continue
-                at = _position(positions[rank], absent, record.stream)
-                if at is not None and at < record.nth:
+                position = _position(reached[rank], absent, record)
+                if position is not None and position < record.nth:
                     missing = Missing(record=record, present=present, absent=absent)
                     found.append((record.entered, missing))
     return min(found, key=lambda item: item[0])[1] if found else None
 
 
-def _by_position(
-    traces: Sequence[RankTrace],
-) -> dict[tuple[str, int], list[tuple[int, CollectiveRecord]]]:
-    table: dict[tuple[str, int], list[tuple[int, CollectiveRecord]]] = {}
-    for trace in traces:
-        for record in trace.records:
-            key = (f"{record.stream}|{record.group_ranks}", record.nth)
-            table.setdefault(key, []).append((trace.rank, record))
-    return table
+def streams_agree(reports: Sequence[RankReport | None]) -> bool:
+    """Whether all ranks reported, and each stream is the same on all of its members.
+
+    A cheap answer for the ordinary case; False means no more than that the records must be looked
+    at.
+    """
+    if any(report is None for report in reports):
+        return False
+    known = [report.streams for report in reports if report is not None]
+    return all(
+        all(known[member].get(name) == end for member in end[2] if member < len(known))
+        for streams in known
+        for name, end in streams.items()
+    )
+
+
+def _lost_desync(traces: Sequence[RankTrace]) -> str | None:
+    """A disagreement that only the checksums show, because the records are overwritten."""
+    ends = [
+        (trace.rank, name, end)
+        for trace in traces
+        if trace.report is not None
+        for name, end in trace.report.streams.items()
+    ]
+    first: dict[str, tuple[int, int, int]] = {}
+    for rank, name, (count, checksum, _) in ends:
+        other, its_count, its_checksum = first.setdefault(name, (rank, count, checksum))
+        if its_count == count and its_checksum != checksum:
+            return (
+                f"ranks {other} and {rank} entered {count} collectives each in {name}, and not the "
+                "same ones; the first difference is no longer on record"
+            )
+    return None
 
 
 def _partners(record: CollectiveRecord) -> tuple[int, ...]:
@@ -146,150 +182,115 @@ def _partners(record: CollectiveRecord) -> tuple[int, ...]:
     return record.group_ranks
 
 
-def _positions(trace: RankTrace) -> dict[str, int]:
-    positions: dict[str, int] = {}
+def _reached(trace: RankTrace) -> dict[str, int]:
+    """How far a rank has come in each stream, as far as its report and its records tell."""
+    reached: dict[str, int] = {}
+    if trace.report is not None:
+        reached = {name: end[0] for name, end in trace.report.streams.items()}
     for record in trace.records:
-        positions[record.stream] = max(record.nth, positions.get(record.stream, 0))
-    return positions
+        reached[record.stream] = max(record.nth, reached.get(record.stream, 0))
+    return reached
 
 
-def _position(positions: dict[str, int], trace: RankTrace, stream: str) -> int | None:
-    """How far a rank is in a stream; None if its older records are lost and it cannot be told."""
-    if stream in positions:
-        return positions[stream]
-    if trace.report is not None and stream in trace.report.streams:
-        return trace.report.streams[stream][0]
-    any_source = any(record.op == "recv" and record.root is None for record in trace.records)
-    lost = bool(trace.records) and trace.records[0].index > 0 and trace.report is None
-    return None if any_source or lost else 0
+def _position(reached: dict[str, int], trace: RankTrace, record: CollectiveRecord) -> int | None:
+    """How far `trace` has come in the stream of `record`; None if that cannot be told."""
+    if record.stream in reached:
+        return reached[record.stream]
+    if record.op == "send" and any(":*>" in name for name in reached):
+        return None  # it receives from any source, so its sender is not known
+    overwritten = trace.report is None and bool(trace.records) and trace.records[0].index > 0
+    return None if overwritten else 0
 
 
-def _aborted_by_a_hang(dead: Sequence[RankTrace], missing: Missing | None) -> Missing | None:
-    """A backend that gives up waiting aborts its process: the hang is the cause, not the abort."""
-    if missing is None or missing.absent.dead:
-        return None
+def _gave_up_waiting(dead: Sequence[RankTrace], missing: Missing) -> bool:
+    """Whether a backend aborted because it waited in vain: then the hang is the cause."""
     aborted = all(trace.exit == "signal SIGABRT" for trace in dead)
-    return missing if aborted and missing.present.dead else None
+    return aborted and missing.present.dead and not missing.absent.dead
 
 
 def _hang(missing: Missing, traces: Sequence[RankTrace], now: float) -> Diagnosis:
     absent, record = missing.absent, missing.record
-    did = f"rank {absent.rank} never entered {_name(record)}"
+    name = wording.collective(record)
     if absent.report is not None:
-        did = f"rank {absent.rank} ended without entering {_name(record)}"
-    elif absent.last is not None:
-        did += f" (its last was {_name(absent.last)})"
-    sentences = [did]
-    waiting = [t for t in traces if t.waiting and t is not absent]
-    sentences += [_waits(trace, now) for trace in waiting]
-    if absent.waiting and absent.where:
-        sentences.append(f"rank {absent.rank} is at {absent.where}")
-    return Diagnosis(verdict=RankVerdict.HANG, sentence="; ".join(sentences))
-
-
-def _endless(traces: Sequence[RankTrace], now: float, timeout: float) -> Diagnosis:
-    parts = []
+        parts = [f"rank {absent.rank} ended without entering {name}"]
+    else:
+        parts = [f"rank {absent.rank} never entered {name}"]
     for trace in traces:
-        if trace.waiting:
-            where = f" at {trace.where}" if trace.where else ""
-            last = f"; its last collective was {_name(trace.last)}" if trace.last else ""
-            parts.append(f"rank {trace.rank} did not end within {timeout:g} s{where}{last}")
-    del now
+        if trace.waiting and trace is not absent:
+            parts.append(_waits(trace, now, known=record))
+    if absent.waiting:
+        parts.append(_waits(absent, now))
+    parts += [f"rank {t.rank} gave up: {t.exit}" for t in traces if t.dead]
     return Diagnosis(verdict=RankVerdict.HANG, sentence="; ".join(parts))
 
 
-def _crash(dead: Sequence[RankTrace], traces: Sequence[RankTrace], now: float) -> Diagnosis:
+def _endless(traces: Sequence[RankTrace], timeout: float) -> Diagnosis:
+    parts = []
+    for trace in traces:
+        if trace.waiting:
+            at = f", it is at {trace.where}" if trace.where else ""
+            parts.append(f"rank {trace.rank} did not end within {timeout:g} s{at}{_last(trace)}")
+    return Diagnosis(verdict=RankVerdict.HANG, sentence="; ".join(parts))
+
+
+def _crash(dead: Sequence[RankTrace], traces: Sequence[RankTrace], now: float) -> str:
     parts = []
     for trace in dead:
-        how = trace.fault or f"died without a report: {trace.exit}"
-        place = f", {_place(trace.last)}" if trace.last is not None else ""
-        parts.append(f"rank {trace.rank} {how}{place}")
+        how = trace.fault or f"died without a report ({trace.exit})"
+        parts.append(f"rank {trace.rank} {how}{_last(trace)}")
     parts += [_waits(trace, now) for trace in traces if trace.waiting]
-    parts += [
-        f"rank {t.rank} then failed with {t.report.error}"
-        for t in traces
-        if t.report is not None and t.report.status is RankStatus.ERROR
-    ]
-    return Diagnosis(verdict=RankVerdict.CRASH, sentence="; ".join(parts))
+    failed = [trace for trace in traces if trace.ended_with(RankStatus.ERROR)]
+    parts += [f"rank {t.rank} failed with {t.report.error}" for t in failed if t.report is not None]
+    return "; ".join(parts)
 
 
-def _error(failed: Sequence[RankTrace], traces: Sequence[RankTrace], now: float) -> Diagnosis:
-    reports = [(t.rank, t.report) for t in failed if t.report is not None]
-    reports.sort(key=lambda pair: pair[1].ended)
+def _error(failed: Sequence[RankTrace], traces: Sequence[RankTrace], now: float) -> str:
+    """Equal exceptions once, the first in time first."""
+    reports = sorted(
+        ((trace.report.ended, trace.rank, trace.report) for trace in failed if trace.report),
+        key=lambda item: item[0],
+    )
     texts: dict[str, list[int]] = {}
-    for rank, report in reports:
-        texts.setdefault(_exception(report), []).append(rank)
-    parts = [f"{_ranks(ranks, len(traces))}: {text}" for text, ranks in texts.items()]
+    for _, rank, report in reports:
+        texts.setdefault(wording.exception(report), []).append(rank)
+    parts = [f"{wording.ranks(who, len(traces))}: {text}" for text, who in texts.items()]
     parts += [_waits(trace, now) for trace in traces if trace.waiting]
-    return Diagnosis(verdict=RankVerdict.ERROR, sentence="; ".join(parts))
+    parts += [f"rank {t.rank} skipped" for t in traces if t.ended_with(RankStatus.SKIP)]
+    return "; ".join(parts)
 
 
-def _all_reported(traces: Sequence[RankTrace], missing: Missing | None) -> Diagnosis:
-    skipped = [t for t in traces if t.report is not None and t.report.status is RankStatus.SKIP]
-    if skipped and len(skipped) < len(traces):
-        others = [trace.rank for trace in traces if trace not in skipped]
-        sentence = (
-            f"{_ranks([t.rank for t in skipped], len(traces))} skipped, "
-            f"{_ranks(others, len(traces))} did not: {_reason(skipped[0])}"
-        )
-        return Diagnosis(verdict=RankVerdict.ERROR, sentence=sentence)
-    if missing is not None:
-        sentence = (
-            f"rank {missing.present.rank} entered {_name(missing.record)}, "
-            f"rank {missing.absent.rank} ended without it"
-        )
-        return Diagnosis(verdict=RankVerdict.DESYNC, sentence=sentence)
-    if skipped:
-        return Diagnosis(verdict=RankVerdict.SKIP, sentence=_reason(skipped[0]))
-    return Diagnosis(verdict=RankVerdict.OK)
+def _partial_skip(skipped: Sequence[RankTrace], traces: Sequence[RankTrace], now: float) -> str:
+    others = [trace for trace in traces if trace not in skipped]
+    report = skipped[0].report
+    reason = wording.first_line(report.message) if report is not None else ""
+    parts = [
+        f"{wording.ranks([t.rank for t in skipped], len(traces))} skipped"
+        + (f" ({reason})" if reason else "")
+        + f", {wording.ranks([t.rank for t in others], len(traces))} did not"
+    ]
+    parts += [_waits(trace, now) for trace in others if trace.waiting]
+    return "; ".join(parts)
 
 
-def _waits(trace: RankTrace, now: float) -> str:
-    last = trace.last
-    if last is None:
-        at = f" at {trace.where}" if trace.where else ""
-        return f"rank {trace.rank} waits outside of every collective{at}"
-    return f"rank {trace.rank} waits in {_name(last)} since {max(0.0, now - last.entered):.1f} s"
+def _unfinished(missing: Missing) -> str:
+    return (
+        f"rank {missing.present.rank} entered {wording.collective(missing.record)}, "
+        f"rank {missing.absent.rank} ended without it"
+    )
 
 
-def _name(record: CollectiveRecord) -> str:
-    parts = [f"{record.op} {record.nth} of group {record.group}"]
-    if record.module is not None:
-        parts.append(f"({record.module or 'root module'})")
-    if record.phase:
-        parts.append(f"in phase {record.phase}")
-    return " ".join(parts)
+def _last(trace: RankTrace) -> str:
+    return f", its last collective was {wording.collective(trace.last)}" if trace.last else ""
 
 
-def _place(record: CollectiveRecord) -> str:
-    inside = "in" if record.left is None else "after"
-    return f"{inside} {_name(record)}"
-
-
-def _payload(record: CollectiveRecord) -> str:
-    shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in record.shapes[:3])
-    parts = [f"{record.numel} {record.dtype}" + (f" [{shapes}]" if shapes else "")]
-    if record.reduce_op:
-        parts.append(record.reduce_op)
-    if record.root is not None:
-        parts.append(f"root {record.root}")
-    return ", ".join(parts)
-
-
-def _exception(report: RankReport) -> str:
-    first = next(_lines(report.message), "")
-    return f"{report.error}: {first}" if first else report.error
-
-
-def _reason(trace: RankTrace) -> str:
-    return next(_lines(trace.report.message), "") if trace.report is not None else ""
-
-
-def _lines(text: str) -> Iterator[str]:
-    return (line.strip() for line in text.splitlines() if line.strip())
-
-
-def _ranks(ranks: Sequence[int], world: int) -> str:
-    if len(ranks) == world and world > 1:
-        return "all ranks"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+def _waits(trace: RankTrace, now: float, known: CollectiveRecord | None = None) -> str:
+    """What a living rank does; "there" if it stands in the collective named before."""
+    if trace.last is None:
+        at = f" at {trace.where}" if trace.where else ", outside of every collective"
+        return f"rank {trace.rank} is{at}"
+    seconds = max(0.0, now - trace.last.entered)
+    if known is not None and (known.stream, known.nth) == (trace.last.stream, trace.last.nth):
+        return f"rank {trace.rank} waits there since {seconds:.1f} s"
+    at = f" and is at {trace.where}" if trace.where else ""
+    name = wording.collective(trace.last)
+    return f"rank {trace.rank} entered {name} {seconds:.1f} s ago, its last{at}"

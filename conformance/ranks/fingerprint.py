@@ -27,10 +27,30 @@ __all__ = ["IGNORED_ENVIRONMENT", "changes", "fingerprint", "seed_everything"]
 
 IGNORED_ENVIRONMENT = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    | {"GROUP_RANK", "PYTEST_CURRENT_TEST", "TORCHELASTIC_USE_AGENT_STORE"}
+    | {"GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "PYTEST_CURRENT_TEST"}
+    | {"TORCHINDUCTOR_CACHE_DIR"}
 )
-"""Variables that name the rank's place or the running test; their change leaks nothing."""
+"""Variables whose change leaks nothing: a rank's place, the running test, and one that importing
+torch._dynamo sets, which the first optimizer does."""
 
+_OWNERS: Mapping[str, Any] = {
+    "torch.distributed": dist,
+    "torch.distributed.distributed_c10d": dist.distributed_c10d,
+    "torch.autograd": torch.autograd,
+    "torch.nn.functional": nn.functional,
+    "torch.nn.utils": nn.utils,
+    "torch.nn.Module": nn.Module,
+    "torch.nn.Parameter": nn.Parameter,
+    "torch.nn.parallel.DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.optim.Adam": torch.optim.Adam,
+    "torch.optim.AdamW": torch.optim.AdamW,
+    "torch.optim.SGD": torch.optim.SGD,
+    "torch.Tensor": torch.Tensor,
+}
+"""Modules and classes whose functions tests and wrappers are known to patch."""
+
+_SIGNALS = tuple(int(number) for number in signal.valid_signals())
 _MISSING = object()
 _CODE = (
     types.FunctionType,
@@ -44,10 +64,14 @@ _CODE = (
 )
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, torch's and, if it is loaded, numpy's global generators."""
+def seed_everything(seed: int, device: torch.device) -> None:
+    """Seed the global generators of Python, of torch for `device` and, if it is loaded, numpy's."""
     random.seed(seed)
-    torch.manual_seed(seed)
+    if device.type == "cpu":
+        # torch.manual_seed would queue a call, with its stack, for every absent accelerator.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
@@ -55,36 +79,47 @@ def seed_everything(seed: int) -> None:
 
 def fingerprint() -> dict[str, Any]:
     """Name to value of the global state that a job may not leave changed."""
-    state: dict[str, Any] = {}
-    for name, read in _SETTINGS.items():
-        state[name] = read()
-    for owner_name, owner in _owners().items():
-        for name, value in list(vars(owner).items()):
-            if _is_code(value):
-                state[f"{owner_name}.{name}"] = value
-    for name, value in os.environ.items():
-        if name not in IGNORED_ENVIRONMENT:
-            state[f"os.environ[{name!r}]"] = value
-    for number in signal.valid_signals():
-        state[f"handler of signal {int(number)}"] = signal.getsignal(number)
+    state: dict[str, Any] = {name: read() for name, read in _SETTINGS.items()}
+    for number in _SIGNALS:
+        state[f"handler of signal {number}"] = signal.getsignal(number)
+    for name, owner in _OWNERS.items():
+        state[name] = dict(vars(owner))
+    state["os.environ"] = {k: v for k, v in os.environ.items() if k not in IGNORED_ENVIRONMENT}
     return state
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Names whose value differs, sorted; code is compared by identity."""
-    return sorted(
+    """Names whose value differs, sorted."""
+    found = [
         name
         for name in before.keys() | after.keys()
-        if not _same(before.get(name, _MISSING), after.get(name, _MISSING))
-    )
+        if name not in _OWNERS
+        and name != "os.environ"
+        and not _same(before.get(name, _MISSING), after.get(name, _MISSING))
+    ]
+    for name in _OWNERS:
+        found += [f"{name}.{key}" for key in _patched(before[name], after[name])]
+    was, now = before["os.environ"], after["os.environ"]
+    found += [f"os.environ[{k!r}]" for k in was.keys() | now.keys() if was.get(k) != now.get(k)]
+    return sorted(found)
+
+
+def _patched(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Names that stand for other code than before, or for code where there was nothing."""
+    names = [name for name, value in before.items() if after.get(name, _MISSING) is not value]
+    names += [name for name in after if name not in before]
+    return [name for name in names if _is_patch(before, after, name)]
+
+
+def _is_patch(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> bool:
+    old, new = before.get(name, _MISSING), after.get(name, _MISSING)
+    if not _is_code(old if name in before else new):
+        return False  # a cached value or a submodule
+    return _plain_step(old) is not _plain_step(new)
 
 
 def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if _is_code(one) or _is_code(other):
-        return _plain_step(one) is _plain_step(other)
-    return type(one) is type(other) and bool(one == other)
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def _plain_step(function: Any) -> Any:
@@ -99,33 +134,14 @@ def _is_code(value: Any) -> bool:
     return issubclass(type(value), _CODE)
 
 
-def _owners() -> dict[str, Any]:
-    """Modules and classes whose functions tests and wrappers are known to patch."""
-    import torch.distributed.distributed_c10d as c10d
-
-    owners = {
-        "torch.distributed": dist,
-        "torch.distributed.distributed_c10d": c10d,
-        "torch.autograd": torch.autograd,
-        "torch.nn.functional": nn.functional,
-        "torch.nn.utils": nn.utils,
-        "torch.nn.Module": nn.Module,
-        "torch.Tensor": torch.Tensor,
-        "torch.nn.Parameter": nn.Parameter,
-        "torch.optim.Optimizer": torch.optim.Optimizer,
-        "torch.optim.SGD": torch.optim.SGD,
-        "torch.optim.AdamW": torch.optim.AdamW,
-        "torch.optim.Adam": torch.optim.Adam,
-        "torch.nn.parallel.DistributedDataParallel": nn.parallel.DistributedDataParallel,
-    }
-    return {name: owner for name, owner in owners.items() if owner is not None}
-
-
 def _global_hooks() -> tuple[int, ...]:
     """Numbers of global module and optimizer hooks."""
     tables = [
         value
-        for module in (sys.modules[nn.Module.__module__], sys.modules[torch.optim.Optimizer.__module__])
+        for module in (
+            sys.modules[nn.Module.__module__],
+            sys.modules[torch.optim.Optimizer.__module__],
+        )
         for name, value in sorted(vars(module).items())
         if name.startswith("_global_") and isinstance(value, dict)
     ]
@@ -168,6 +184,11 @@ def _backends() -> tuple[object, ...]:
     )
 
 
+def _warning_filters() -> tuple[str, ...]:
+    """Filters on Python's own categories; libraries add those on their own when imported."""
+    return tuple(str(f) for f in warnings.filters if f[2].__module__ == "builtins")
+
+
 def _working_directory() -> str:
     try:
         return os.getcwd()
@@ -193,7 +214,7 @@ _SETTINGS: Mapping[str, Callable[[], Any]] = {
     "working directory": _working_directory,
     "garbage collector": lambda: (gc.isenabled(), gc.get_threshold()),
     "recursion limit": sys.getrecursionlimit,
-    "warning filters": lambda: tuple(map(str, warnings.filters)),
+    "warning filters": _warning_filters,
     "exception hooks": lambda: (sys.excepthook, threading.excepthook),
     "standard streams": lambda: (sys.stdout, sys.stderr),
     "non-daemon threads": _threads,

@@ -21,13 +21,10 @@ import socket
 import sys
 from typing import Any
 
-from conformance.ranks.setup import RankSetup
+from conformance.ranks.setup import STACK_SIGNAL, RankSetup
 from conformance.ranks.wire import WireError, receive, send
 
 __all__ = ["main"]
-
-STACK_SIGNAL = signal.SIGUSR2
-"""A rank that gets it writes the Python stacks of all its threads to its stacks file."""
 
 _PARENT_CHECK_MS = 1000
 _PR_SET_PDEATHSIG = 1
@@ -70,7 +67,9 @@ def _import_all(names: list[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            raise _ImportFailed(f"cannot preload {name}: {type(error).__name__}: {error}") from error
+            raise _ImportFailed(
+                f"cannot preload {name}: {type(error).__name__}: {error}"
+            ) from error
 
 
 class _Server:

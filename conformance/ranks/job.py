@@ -61,7 +61,12 @@ class Job:
             module, file = _main_module(file)
         path = tuple(entry or os.getcwd() for entry in sys.path)
         return cls(
-            file=file, module=module, qualname=qualname, sys_path=path, cwd=os.getcwd(), kwargs=kwargs
+            file=file,
+            module=module,
+            qualname=qualname,
+            sys_path=path,
+            cwd=os.getcwd(),
+            kwargs=kwargs,
         )
 
 

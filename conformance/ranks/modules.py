@@ -38,7 +38,7 @@ def strip_wrappers(name: str) -> str:
 
 def in_backward() -> bool:
     """Whether this thread runs inside an autograd backward."""
-    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class ModuleTracker:

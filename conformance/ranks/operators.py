@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
 __all__ = ["Call", "parse"]
 
@@ -82,16 +83,26 @@ class Call:
     root: int | None
 
 
-def parse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
-    """The collectives that one operator call issues: none, one, or a batch of sends and receives."""
+def parse(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, first_group: int = 0
+) -> list[Call]:
+    """The collectives that one operator call issues: none, one, or a batch of sends and receives.
+
+    Args:
+        func: the operator.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        first_group: number of the first unnamed group that may be meant; names count from there.
+    """
     name = func._schema.name.partition("::")[2]
     if name in _NOT_COLLECTIVES:
         return []
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
     given.update(kwargs)
-    group = _process_group(given)
-    if group is None:
+    process_group = _process_group(given)
+    if process_group is None:
         return []
+    group = _Group.of(process_group, first_group)
     if name == "batch_p2p_ops":
         batch = zip(given["op_list"], given["peer_list"], given["tensors"], strict=True)
         return [
@@ -106,19 +117,51 @@ def parse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Cal
     return [_call(kind, group, payload, _reduce_op(given), root)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """What records need of a process group."""
+
+    name: str
+    key: str
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, first: int) -> _Group:
+        """Read it off; unnamed groups count from `first`, equally in fresh and kept ranks."""
+        key = str(group.group_name)
+        if key.isdigit() and int(key) >= first > 0:
+            key = str(int(key) - first + 1)
+        description = group.group_desc
+        name = key
+        if description == "default_pg":
+            name = "default"
+        elif description and description != "undefined":
+            name = description.removeprefix("mesh_")
+        return cls(name=name, key=key, ranks=tuple(dist.get_process_group_ranks(group)))
+
+    def stream(self, op: str, peer: int | None) -> str:
+        """Key of the sequence in which a collective takes part; see `CollectiveRecord.stream`."""
+        base = self.name if self.name == self.key else f"{self.name}#{self.key}"
+        if op not in {"send", "recv"}:
+            return base
+        here = dist.get_rank()
+        if peer is None:
+            return f"{base}:*>{here}"
+        return f"{base}:{here}>{peer}" if op == "send" else f"{base}:{peer}>{here}"
+
+
 def _call(
-    kind: _Kind, group: dist.ProcessGroup, payload: Any, reduce_op: str | None, root: int | None
+    kind: _Kind, group: _Group, payload: Any, reduce_op: str | None, root: int | None
 ) -> Call:
-    ranks = tuple(dist.get_process_group_ranks(group))
     tensors = _flatten(payload)
-    times = len(ranks) if kind.per_rank else 1
-    name = _group_name(group)
-    root = None if root is None or root < 0 else ranks[root] if root < len(ranks) else root
+    times = len(group.ranks) if kind.per_rank else 1
+    if root is not None:
+        root = group.ranks[root] if 0 <= root < len(group.ranks) else None
     return Call(
         op=kind.op,
-        group=name,
-        group_ranks=ranks,
-        stream=_stream(kind.op, name, group, root),
+        group=group.name,
+        group_ranks=group.ranks,
+        stream=group.stream(kind.op, root),
         numel=times * sum(tensor.numel() for tensor in tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         dtype="+".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors})),
@@ -139,31 +182,10 @@ def _flatten(payload: Any) -> list[torch.Tensor]:
 def _process_group(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
     group = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
-        return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[no-any-return]
+        return _resolve_process_group(group)  # type: ignore[arg-type]
     if isinstance(group, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(group)  # type: ignore[attr-defined, no-any-return]
+        return dist.ProcessGroup.unbox(group)
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def _group_name(group: dist.ProcessGroup) -> str:
-    """A name that all members agree on: the description where there is one."""
-    description = group.group_desc
-    if description == "default_pg":
-        return "default"
-    if description and description != "undefined":
-        return description.removeprefix("mesh_")
-    return group.group_name
-
-
-def _stream(op: str, name: str, group: dist.ProcessGroup, peer: int | None) -> str:
-    """Key of the sequence in which a collective takes part; see `CollectiveRecord.stream`."""
-    base = f"{name}#{group.group_name}"
-    if op not in {"send", "recv"}:
-        return base
-    here = dist.get_rank()
-    if peer is None:
-        return f"{base}:*>{here}"
-    return f"{base}:{here}>{peer}" if op == "send" else f"{base}:{peer}>{here}"
 
 
 def _reduce_op(given: Mapping[str, Any]) -> str | None:
@@ -171,10 +193,9 @@ def _reduce_op(given: Mapping[str, Any]) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, torch.ScriptObject):
-        value = value.op()  # type: ignore[operator]
+        value = value.op()  # type: ignore[attr-defined]
     return _REDUCE_OPS[value] if 0 <= value < len(_REDUCE_OPS) else str(value)
 
 
 def _first_tensor_argument(given: Mapping[str, Any]) -> str | None:
     return next((name for name, value in given.items() if _flatten(value)), None)
-

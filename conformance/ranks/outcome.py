@@ -52,7 +52,8 @@ class RankReport:
         traceback: its formatted traceback, the job's own frames first.
         seconds: how long the job function ran.
         ended: `time.monotonic()` at its end; comparable between the ranks of one host.
-        streams: per stream of collectives, how many were entered and a checksum of what they were.
+        streams: per stream of collectives, how many were entered, a checksum of what they were, and
+            the member ranks.
     """
 
     status: RankStatus
@@ -62,7 +63,7 @@ class RankReport:
     traceback: str = ""
     seconds: float = 0.0
     ended: float = 0.0
-    streams: Mapping[str, tuple[int, int]]
+    streams: Mapping[str, tuple[int, int, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Knows when ranks may be kept. Must not know how a verdict is found.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from typing import Any
 from conformance.ranks.job import Job
 from conformance.ranks.outcome import Outcome, RankVerdict
 from conformance.ranks.process import ForkServer, RankProcess
+from conformance.ranks.records import clear_ring
 from conformance.ranks.setup import RankSetup
 from conformance.ranks.supervise import Supervisor
 from conformance.ranks.wire import WireError, receive, send
@@ -101,18 +103,17 @@ class RankPool:
             kwargs = _pickled(job)
             server = self._running_server()
             ranks = self._fork(server) if fresh else self._kept_ranks(server)
-            self._jobs += 1
-            directory = server.root / f"job{self._jobs}"
-            (directory / "scratch").mkdir(parents=True)
-            self._send(ranks, job, kwargs, directory)
-            outcome = Supervisor(
-                server=server, ranks=ranks, directory=directory, timeout=timeout
-            ).watch()
-            if fresh:
+            try:
+                _send(ranks, job, kwargs, self._scratch(server))
+                outcome = Supervisor(server=server, ranks=ranks, timeout=timeout).watch()
+                if fresh:
+                    self._end(server, ranks)
+                else:
+                    self._keep_or_replace(server, outcome)
+            except BaseException:  # the controller is interrupted: the ranks are in mid-job
+                self._kept = [] if not fresh else self._kept
                 self._end(server, ranks)
-            else:
-                self._keep_or_replace(server, outcome)
-            shutil.rmtree(directory, ignore_errors=True)
+                raise
             return outcome
 
     def close(self) -> None:
@@ -165,6 +166,18 @@ class RankPool:
             self._kept = self._fork(server)
         return self._kept
 
+    def _scratch(self, server: ForkServer) -> Path:
+        """An empty directory: the last one if its job left nothing in it."""
+        directory = server.root / f"job{self._jobs}"
+        with contextlib.suppress(OSError):
+            if self._jobs and not any(directory.iterdir()):
+                return directory
+        shutil.rmtree(directory, ignore_errors=True)
+        self._jobs += 1
+        directory = server.root / f"job{self._jobs}"
+        directory.mkdir()
+        return directory
+
     def _fork(self, server: ForkServer) -> list[RankProcess]:
         self._generation += 1
         directory = server.root / f"ranks{self._generation}"
@@ -180,30 +193,12 @@ class RankPool:
                     store=str(directory / "store"),
                     output=str(directory / f"rank{rank}.out"),
                     stacks=str(directory / f"rank{rank}.stacks"),
+                    ring=str(directory / f"rank{rank}.ring"),
                     port=port,
                 )
             )
             for rank in range(self.world)
         ]
-
-    def _send(
-        self, ranks: Sequence[RankProcess], job: Job, kwargs: bytes, directory: Path
-    ) -> None:
-        message = pickle.dumps(
-            {
-                "kind": "job",
-                "file": job.file,
-                "module": job.module,
-                "qualname": job.qualname,
-                "sys_path": job.sys_path,
-                "cwd": job.cwd,
-                "kwargs": kwargs,
-                "directory": str(directory),
-                "seed": SEED,
-            }
-        )
-        for rank in ranks:
-            _tell(rank, message)
 
     def _keep_or_replace(self, server: ForkServer, outcome: Outcome) -> None:
         if outcome.verdict not in (RankVerdict.OK, RankVerdict.SKIP):
@@ -247,6 +242,25 @@ def _pickled(job: Job) -> bytes:
             f"the arguments of job {job.module}.{job.qualname} cannot be sent to ranks: {error}; "
             "pass plain data"
         ) from error
+
+
+def _send(ranks: Sequence[RankProcess], job: Job, kwargs: bytes, directory: Path) -> None:
+    message = pickle.dumps(
+        {
+            "kind": "job",
+            "file": job.file,
+            "module": job.module,
+            "qualname": job.qualname,
+            "sys_path": job.sys_path,
+            "cwd": job.cwd,
+            "kwargs": kwargs,  # pickled by itself: the rank sets its path before it opens them
+            "directory": str(directory),
+            "seed": SEED,
+        }
+    )
+    for rank in ranks:
+        clear_ring(Path(rank.setup.ring))
+        _tell(rank, message)
 
 
 def _tell(rank: RankProcess, message: bytes) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-__all__ = ["CollectiveRecord", "Ring", "read_ring", "ring_counts"]
+__all__ = ["CollectiveRecord", "Ring", "clear_ring", "read_ring", "ring_counts"]
 
 SLOTS = 256
 """Records kept per rank: more than a rank can be ahead of its peers in practice."""
@@ -93,7 +93,7 @@ class CollectiveRecord:
 
 
 class Ring:
-    """The writing end: one file per rank and job, mapped into the rank's memory.
+    """The writing end: one file per rank, mapped into its memory and reused by all of its jobs.
 
     The kernel keeps the mapped pages when the rank dies, so the last record survives any signal.
     """
@@ -111,19 +111,23 @@ class Ring:
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all records: a job begins."""
         self._entered = 0
         self._left = 0
         self._write_header()
 
     def enter(self, record: CollectiveRecord) -> None:
-        """Publish a record whose collective is about to be issued."""
+        """Publish a record whose collective is about to be issued; indices count up from 0."""
         payload = _fit(record)
         offset = _HEADER_BYTES + (record.index % SLOTS) * SLOT_BYTES
         start = offset + _SLOT.size
         _SLOT.pack_into(self._map, offset, 0, 0.0, 0.0, 0)  # a reader skips a half-written slot
         self._map[start : start + len(payload)] = payload
         _SLOT.pack_into(self._map, offset, record.index + 1, record.entered, 0.0, len(payload))
-        self._entered += 1
+        self._entered = record.index + 1
         self._write_header()
 
     def leave(self, index: int) -> float:
@@ -137,45 +141,56 @@ class Ring:
         self._write_header()
         return now
 
-    def close(self) -> None:
-        """Unmap the file; it stays on disk."""
-        self._map.close()
-
     def _write_header(self) -> None:
         _HEADER.pack_into(self._map, 0, _MAGIC, SLOTS, self._entered, self._left)
+
+
+def clear_ring(path: Path) -> None:
+    """Forget the records in a rank's ring from outside, while the rank is idle."""
+    try:
+        with path.open("r+b") as file:
+            file.write(_HEADER.pack(_MAGIC, SLOTS, 0, 0))
+    except FileNotFoundError:
+        return  # the rank has not come to make it
 
 
 def ring_counts(path: Path) -> tuple[int, int]:
     """How many collectives a rank has entered and left so far; (0, 0) without a readable ring."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:
             magic, _, entered, left = _HEADER.unpack(file.read(_HEADER.size))
     except (OSError, struct.error):
         return 0, 0
     return (entered, left) if magic == _MAGIC else (0, 0)
 
 
-def read_ring(path: Path) -> tuple[CollectiveRecord, ...]:
-    """The last records of a rank, oldest first; half-written ones are left out."""
+def read_ring(path: Path, *, last: int = SLOTS) -> tuple[CollectiveRecord, ...]:
+    """The last records of a rank, oldest first; half-written ones are left out.
+
+    Args:
+        path: the ring's file.
+        last: at most so many.
+    """
+    entered, _ = ring_counts(path)
+    wanted = range(max(0, entered - min(last, SLOTS)), entered)
+    found = []
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            for index in wanted:
+                file.seek(_HEADER_BYTES + (index % SLOTS) * SLOT_BYTES)
+                found.append(_read_slot(file.read(SLOT_BYTES), index))
     except OSError:
         return ()
-    if len(data) < _HEADER_BYTES or data[:4] != _MAGIC:
-        return ()
-    found = [_read_slot(data, _HEADER_BYTES + slot * SLOT_BYTES) for slot in range(SLOTS)]
-    return tuple(sorted((r for r in found if r is not None), key=lambda record: record.index))
+    return tuple(record for record in found if record is not None)
 
 
-def _read_slot(data: bytes, offset: int) -> CollectiveRecord | None:
-    tag, entered, left, length = _SLOT.unpack_from(data, offset)
-    if not tag or length > SLOT_BYTES - _SLOT.size:
-        return None
-    start = offset + _SLOT.size
+def _read_slot(slot: bytes, index: int) -> CollectiveRecord | None:
     try:
-        plain = json.loads(data[start : start + length])
-        record = CollectiveRecord.from_json(plain)
-    except (ValueError, TypeError, KeyError):
+        tag, entered, left, length = _SLOT.unpack_from(slot)
+        if tag != index + 1:
+            return None  # being written, or already overwritten
+        record = CollectiveRecord.from_json(json.loads(slot[_SLOT.size : _SLOT.size + length]))
+    except (struct.error, ValueError, TypeError, KeyError):
         return None
     return replace(record, entered=entered, left=left or None)
 

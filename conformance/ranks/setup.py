@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
-__all__ = ["RankSetup"]
+__all__ = ["STACK_SIGNAL", "RankSetup"]
+
+STACK_SIGNAL = signal.SIGUSR2
+"""A rank that gets it writes the Python stacks of all its threads to its stacks file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +23,7 @@ class RankSetup:
         store: path of the file store for the rendezvous of the default group.
         output: file for stdout and stderr.
         stacks: file for the Python stacks on request.
+        ring: file for the ring of its last collectives.
         port: a free port, for code that opens a rendezvous of its own.
     """
 
@@ -29,4 +34,5 @@ class RankSetup:
     store: str
     output: str
     stacks: str
+    ring: str
     port: int

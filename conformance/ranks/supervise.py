@@ -5,34 +5,41 @@ Decides when to stop waiting, never what it means: that is `diagnose`. Knows han
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conformance.ranks.diagnose import RankTrace, diagnose, find_desync, find_missing
-from conformance.ranks.forkserver import STACK_SIGNAL
+from conformance.ranks.diagnose import (
+    RankTrace,
+    diagnose,
+    find_desync,
+    find_missing,
+    streams_agree,
+)
+from conformance.ranks.evidence import OutputFile, innermost_frame, size_of, tail_of
 from conformance.ranks.outcome import Outcome, RankReport, RankStatus
 from conformance.ranks.process import ForkServer, RankProcess
 from conformance.ranks.records import read_ring, ring_counts
+from conformance.ranks.setup import STACK_SIGNAL
 from conformance.ranks.wire import WireError
 
 __all__ = ["Supervisor"]
 
 GRACE = 3.0
-"""Seconds that the other ranks get once one has failed, or once none of them moves any more."""
+"""Seconds that the other ranks get once one has failed, and the time without any movement after
+which the records are asked whether waiting on is pointless."""
 LINGER = 0.3
 """Seconds before a failed rank is ended, so that an exception on all ranks is told by all."""
-OUTPUT_CAP = 16 * 2**20
-OUTPUT_TAIL = 8192
 _TICK = 0.25
+_EXIT_WAIT = 1.0
 _STACK_WAIT = 1.0
+_STACK_BYTES = 200_000
 
 
 @dataclass(kw_only=True)
@@ -40,17 +47,39 @@ class _Watched:
     """One rank during one job."""
 
     process: RankProcess
-    ring: Path
-    output_start: int
+    output: OutputFile
     report: RankReport | None = None
     fault: str | None = None
     stack: str | None = None
-    bounded: bool = False
-    own_exit: str | None = None
+    exit: str | None = None
+    """How it died by itself; stays None if the controller ended it."""
+    ended: bool = False
+    """The controller has ended it after it failed."""
+
+    @property
+    def ring(self) -> Path:
+        return Path(self.process.setup.ring)
 
     @property
     def waiting(self) -> bool:
-        return self.report is None and self.fault is None and self.own_exit is None
+        return self.report is None and self.fault is None and self.exit is None
+
+    @property
+    def failed(self) -> bool:
+        if self.report is not None:
+            return self.report.status is RankStatus.ERROR
+        return not self.waiting
+
+    def trace(self, *, last: int | None = None) -> RankTrace:
+        """What is known of it; with `last`, only so many of its records."""
+        return RankTrace(
+            rank=self.process.setup.rank,
+            records=read_ring(self.ring) if last is None else read_ring(self.ring, last=last),
+            report=self.report,
+            exit=self.exit,
+            fault=self.fault,
+            where=innermost_frame(self.stack or ""),
+        )
 
 
 @dataclass(kw_only=True)
@@ -60,28 +89,28 @@ class Supervisor:
     Attributes:
         server: where the ranks come from.
         ranks: the ranks, in rank order.
-        directory: the job's directory, with the rings.
         timeout: bound on the whole job in seconds.
     """
 
     server: ForkServer
     ranks: Sequence[RankProcess]
-    directory: Path
     timeout: float
     _failed_at: float | None = None
     _moved_at: float = 0.0
     _counts: list[tuple[int, int]] = field(default_factory=list)
 
     def watch(self) -> Outcome:
-        """Wait until every rank has reported or died, or the bound is reached. Never raises for
-        what ranks do; returns at most `timeout` plus a few seconds after the call.
+        """Wait until every rank has reported or died, or the bound is reached.
+
+        Never raises for what ranks do; *blocks* at most `timeout` plus a few seconds.
         """
         started = time.monotonic()
         self._moved_at = started
-        watched = [self._watched(process) for process in self.ranks]
+        watched = [_watched(process) for process in self.ranks]
         with selectors.DefaultSelector() as selector:
             selector.register(self.server.exits_fd, selectors.EVENT_READ)
             for item in watched:
+                item.process.channel.setblocking(False)
                 selector.register(item.process.channel, selectors.EVENT_READ, item)
             while any(item.waiting for item in watched):
                 if self._must_stop(watched, started + self.timeout):
@@ -89,13 +118,6 @@ class Supervisor:
                 self._wait(selector, watched)
         self._take_stacks([item for item in watched if item.waiting])
         return self._outcome(watched, started)
-
-    def _watched(self, process: RankProcess) -> _Watched:
-        return _Watched(
-            process=process,
-            ring=self.directory / f"rank{process.setup.rank}.ring",
-            output_start=_size(process.setup.output),
-        )
 
     def _wait(self, selector: selectors.BaseSelector, watched: Sequence[_Watched]) -> None:
         for key, _ in selector.select(_TICK):
@@ -106,32 +128,35 @@ class Supervisor:
             if item.waiting and item.process.exit is not None:
                 self._read(item)  # a report that it sent before it died
                 if item.waiting:
-                    item.own_exit = item.process.exit
-            _cap(item)
+                    item.exit = item.process.exit
+            item.output.cap()
 
     def _read(self, item: _Watched) -> bool:
         """Take what a rank says; True when it has nothing more to say in this job."""
         try:
-            chunk = item.process.channel.recv(2**20, socket.MSG_DONTWAIT)
-            messages = item.process.inbox.feed(chunk)
-            if messages:
-                item.report = _report(json.loads(messages[0]))
+            chunk = item.process.channel.recv(2**20)
         except BlockingIOError:
             return False
         except OSError:
-            chunk, messages = b"", []
-        except (WireError, ValueError, KeyError, TypeError) as error:
+            chunk = b""
+        if not chunk:
+            if not self.server.wait_exits([item.process], _EXIT_WAIT):
+                item.fault = "closed its channel without a report"
+            return True
+        try:
+            messages = item.process.inbox.feed(chunk)
+            if messages:
+                item.report = _report(json.loads(messages[0]))
+        except (WireError, ValueError, KeyError, TypeError, AttributeError) as error:
             item.fault = f"sent a report that cannot be read ({error})"
             return True
-        if not chunk and not self.server.wait_exits([item.process], _STACK_WAIT):
-            item.fault = "closed its channel without a report"
-        return not chunk or bool(messages)
+        return bool(messages)
 
     def _must_stop(self, watched: Sequence[_Watched], deadline: float) -> bool:
         now = time.monotonic()
         if now >= deadline:
             return True
-        if any(_failed(item) for item in watched):
+        if any(item.failed for item in watched):
             if self._failed_at is None:
                 self._failed_at = now
             if now - self._failed_at >= GRACE:
@@ -144,9 +169,9 @@ class Supervisor:
         return now - self._moved_at >= GRACE and self._is_stuck(watched)
 
     def _is_stuck(self, watched: Sequence[_Watched]) -> bool:
-        """Whether waiting on is pointless: the ranks disagree, or a rank that ended is waited for."""
+        """Whether to wait on is pointless: ranks disagree, or one waits for another that ended."""
         self._moved_at = time.monotonic()  # look again after another grace
-        traces = [self._trace(item) for item in watched]
+        traces = [item.trace() for item in watched]
         if find_desync(traces) is not None:
             return True
         missing = find_missing(traces)
@@ -154,98 +179,57 @@ class Supervisor:
 
     def _end_failed(self, watched: Sequence[_Watched]) -> None:
         """End ranks that failed, so that those which wait for them fail too instead of waiting."""
-        ranks = [i.process for i in watched if _failed(i) and not i.bounded]
-        if ranks:
-            self.server.signal(ranks, signal.SIGKILL, group=True)
-        for item in watched:
-            item.bounded = item.bounded or _failed(item)
+        ending = [item for item in watched if item.failed and not item.ended]
+        for item in ending:
+            item.ended = True
+        self._signal(ending, signal.SIGKILL, group=True)
+
+    def _signal(self, items: Sequence[_Watched], number: int, *, group: bool) -> None:
+        if items:
+            with contextlib.suppress(RuntimeError):  # a dead forkserver took its ranks with it
+                self.server.signal([item.process for item in items], number, group=group)
 
     def _take_stacks(self, waiting: Sequence[_Watched]) -> None:
         if not waiting:
             return
-        self.server.signal([item.process for item in waiting], STACK_SIGNAL, group=False)
+        paths = [item.process.setup.stacks for item in waiting]
+        self._signal(waiting, STACK_SIGNAL, group=False)
         deadline = time.monotonic() + _STACK_WAIT
+        sizes: list[int] = []
         while time.monotonic() < deadline:
-            sizes = [_size(item.process.setup.stacks) for item in waiting]
             time.sleep(0.05)
-            if all(sizes) and sizes == [_size(item.process.setup.stacks) for item in waiting]:
+            before, sizes = sizes, [size_of(path) for path in paths]
+            if all(sizes) and sizes == before:
                 break
-        for item in waiting:
-            text = _tail(item.process.setup.stacks, 0, 200_000).strip()
+        for item, path in zip(waiting, paths, strict=True):
+            text = tail_of(path, 0, _STACK_BYTES).strip()
             item.stack = text or "(no Python stack: the rank did not react to the signal)"
-
-    def _trace(self, item: _Watched) -> RankTrace:
-        return RankTrace(
-            rank=item.process.setup.rank,
-            records=read_ring(item.ring),
-            report=item.report,
-            exit=item.own_exit,
-            fault=item.fault,
-            where=_innermost(item.stack),
-        )
 
     def _outcome(self, watched: Sequence[_Watched], started: float) -> Outcome:
         now = time.monotonic()
-        traces = [self._trace(item) for item in watched]
+        reports = tuple(item.report for item in watched)
+        last = 1 if streams_agree(reports) else None
+        traces = [item.trace(last=last) for item in watched]
         diagnosis = diagnose(traces, now=now, timeout=self.timeout)
         return Outcome(
             verdict=diagnosis.verdict,
             sentence=diagnosis.sentence,
-            reports=tuple(item.report for item in watched),
+            reports=reports,
             collectives=tuple(trace.last for trace in traces),
             stacks=tuple(item.stack for item in watched),
-            exits=tuple(item.own_exit for item in watched),
-            outputs=tuple(
-                _tail(item.process.setup.output, item.output_start, OUTPUT_TAIL) for item in watched
-            ),
+            exits=tuple(item.exit for item in watched),
+            outputs=tuple(item.output.tail() for item in watched),
             seconds=now - started,
         )
 
 
-def _failed(item: _Watched) -> bool:
-    if item.report is not None:
-        return item.report.status is RankStatus.ERROR
-    return not item.waiting
+def _watched(process: RankProcess) -> _Watched:
+    return _Watched(process=process, output=OutputFile(process.setup.output))
 
 
 def _report(data: dict[str, Any]) -> RankReport:
-    streams = {name: (int(n), int(crc)) for name, (n, crc) in data.pop("streams").items()}
+    streams = {
+        name: (int(count), int(checksum), tuple(members))
+        for name, (count, checksum, members) in data.pop("streams").items()
+    }
     return RankReport(status=RankStatus(data.pop("status")), streams=streams, **data)
-
-
-def _innermost(stack: str | None) -> str:
-    """The frame where the main thread stands, as `function (file:line)`."""
-    lines = (stack or "").splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), None)
-    if start is None or start + 1 >= len(lines):
-        return ""
-    frame = lines[start + 1].strip()  # File "x.py", line 3 in function
-    parts = frame.removeprefix("File ").rsplit(" in ", 1)
-    if len(parts) != 2:
-        return ""
-    file, _, line = parts[0].partition(", line ")
-    return f"{parts[1]} ({os.path.basename(file.strip(chr(34)))}:{line})"
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
-def _cap(item: _Watched) -> None:
-    path = item.process.setup.output
-    if _size(path) > OUTPUT_CAP:
-        os.truncate(path, 0)  # the rank appends, so it goes on at the new end
-        item.output_start = 0
-
-
-def _tail(path: str, start: int, limit: int) -> str:
-    try:
-        with open(path, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(start, end - limit))
-            return file.read(limit).decode(errors="replace")
-    except OSError:
-        return ""

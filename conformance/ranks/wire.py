@@ -27,7 +27,9 @@ def send(sock: socket.socket, payload: bytes) -> None:
         OSError: the peer is gone, or the socket's timeout passed.
     """
     if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+        raise WireError(
+            f"message of {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are accepted"
+        )
     sock.sendall(_LENGTH.pack(_MAGIC, len(payload)) + payload)
 
 

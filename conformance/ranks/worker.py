@@ -28,6 +28,7 @@ from conformance.ranks import fingerprint
 from conformance.ranks.collectives import CollectiveRecorder
 from conformance.ranks.context import RankContext, is_skip
 from conformance.ranks.job import Job, load_function
+from conformance.ranks.outcome import RankStatus
 from conformance.ranks.records import Ring
 from conformance.ranks.setup import RankSetup
 from conformance.ranks.wire import receive, send
@@ -38,88 +39,45 @@ GROUP_TIMEOUT = timedelta(hours=6)
 """Far above any job's bound: the controller decides when a wait is a hang, not the backend."""
 
 _MAX_TEXT = 100_000
+_ORPHAN_GRACE = 0.5
 
 
 class _Rank:
-    """State that outlives a job: the default group and where this rank stands."""
+    """State that outlives a job: the device, the default group, the ring."""
 
-    def __init__(self, setup: RankSetup, channel: socket.socket) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         self.setup = setup
-        self.channel = channel
         self.pid = os.getpid()
         self.device = torch.device(setup.device)
         self.backend = setup.backend or dist.get_default_backend_for_device(setup.device)
         self.path = list(sys.path)
         self.before: dict[str, Any] = {}
-
-    def initialise(self) -> None:
-        """Take the device and join the default group. *Collective* over the world."""
-        setup = self.setup
-        options: dict[str, Any] = {}
-        if setup.device != "cpu":
-            present = torch.accelerator.device_count()
-            if setup.rank >= present:
-                raise RuntimeError(
-                    f"world {setup.world} needs {setup.world} devices of type {setup.device}, "
-                    f"{present} are visible; run with a smaller world or on cpu"
-                )
-            self.device = torch.device(setup.device, setup.rank)
-            torch.accelerator.set_device_index(setup.rank)
-            options["device_id"] = self.device
-        dist.init_process_group(
-            self.backend,
-            store=dist.FileStore(setup.store, setup.world),
-            rank=setup.rank,
-            world_size=setup.world,
-            timeout=GROUP_TIMEOUT,
-            **options,
-        )
+        self.ring = Ring(Path(setup.ring))
 
     def run(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run one job; gives its report as plain data."""
-        directory = Path(message["directory"])
-        ring = Ring(directory / f"rank{self.setup.rank}.ring")
-        recorder = CollectiveRecorder(ring)
+        self.ring.clear()
+        recorder: CollectiveRecorder | None = None
         started = time.monotonic()
         try:
+            if not dist.is_initialized():
+                self._initialise()
             function, kwargs = self._prepare(message)
-            context = RankContext(
-                rank=self.setup.rank,
-                world_size=self.setup.world,
-                device=self.device,
-                backend=self.backend,
-                recorder=recorder,
-                directory=directory / "scratch",
-            )
+            recorder = CollectiveRecorder(self.ring, first_group=_groups_made())
+            context = self._context(message, recorder)
+            self.before = fingerprint.fingerprint()
             started = time.monotonic()
             with recorder:
                 value = function(context, **kwargs)
-            report = {"status": "OK", "value": value}
-            json.dumps(report)
+            self._synchronise()
+            report: dict[str, Any] = {"status": RankStatus.OK, "value": _plain(value)}
         except BaseException as error:
             report = _failure(error)
-        self._leave_forked_child()
+        if os.getpid() != self.pid:
+            os._exit(0)  # a child that the job forked must not speak in this rank's name
         ended = time.monotonic()
-        ring.close()
-        return report | {
-            "seconds": ended - started,
-            "ended": ended,
-            "streams": dict(recorder.streams),
-        }
-
-    def _prepare(self, message: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if not dist.is_initialized():
-            self.initialise()
-        names = ("file", "module", "qualname", "sys_path", "cwd")
-        job = Job(**{name: message[name] for name in names})
-        sys.path[:] = [*job.sys_path, *(e for e in self.path if e not in job.sys_path)]
-        os.chdir(job.cwd or Path(message["directory"]) / "scratch")
-        function = load_function(job)
-        kwargs = pickle.loads(message["kwargs"])
-        fingerprint.seed_everything(message["seed"])
-        # After the import: what importing a module changes stays, as in any Python process.
-        self.before = fingerprint.fingerprint()
-        return function, kwargs
+        streams = recorder.streams if recorder is not None else {}
+        return report | {"seconds": ended - started, "ended": ended, "streams": streams}
 
     def tidy(self) -> list[str]:
         """Destroy the groups that the job made; names the global state that it left changed."""
@@ -130,27 +88,71 @@ class _Rank:
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
+        random = sys.modules.get("torch.distributed.tensor._random")
+        if random is not None:
+            vars(random)["_rng_tracker"] = (
+                None  # it would carry the random state of this job's mesh over
+            )
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
         os.chdir("/")
         return changed
 
-    def _leave_forked_child(self) -> None:
-        """A child that the job forked must not speak in this rank's name."""
-        if os.getpid() != self.pid:
-            os._exit(0)
+    def _initialise(self) -> None:
+        """Take the device and join the default group. *Collective* over the world."""
+        setup = self.setup
+        options: dict[str, Any] = {}
+        if setup.device != "cpu":
+            self.device = _take_device(setup)
+            options["device_id"] = self.device
+        dist.init_process_group(
+            self.backend,
+            store=dist.distributed_c10d.FileStore(setup.store, setup.world),
+            rank=setup.rank,
+            world_size=setup.world,
+            timeout=GROUP_TIMEOUT,
+            **options,
+        )
+
+    def _prepare(self, message: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Import the job's function and unpickle its arguments, in the place it asks for."""
+        names = ("file", "module", "qualname", "sys_path", "cwd")
+        job = Job(**{name: message[name] for name in names})
+        sys.path[:] = [*job.sys_path, *(e for e in self.path if e not in job.sys_path)]
+        os.chdir(job.cwd or message["directory"])
+        function = load_function(job)
+        kwargs = pickle.loads(message["kwargs"])
+        fingerprint.seed_everything(message["seed"], self.device)
+        return function, kwargs
+
+    def _context(self, message: dict[str, Any], recorder: CollectiveRecorder) -> RankContext:
+        return RankContext(
+            rank=self.setup.rank,
+            world_size=self.setup.world,
+            device=self.device,
+            backend=self.backend,
+            recorder=recorder,
+            directory=Path(message["directory"]),
+        )
+
+    def _synchronise(self) -> None:
+        """Wait for queued device work, so that its failure or hang is this job's."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
 def serve(setup: RankSetup, channel: socket.socket) -> None:
     """Run jobs until the controller closes the channel. Does not return."""
     status = 1
     try:
-        rank = _Rank(setup, channel)
+        rank = _Rank(setup)
         threading.Thread(target=_watch, args=(channel.fileno(),), daemon=True).start()
         while (payload := receive(channel)) is not None:
             message = pickle.loads(payload)
-            if message["kind"] == "job":
-                send(channel, _encode(rank.run(message)))
-            else:
-                send(channel, _encode({"changed": rank.tidy()}))
+            is_job = message["kind"] == "job"
+            answer = rank.run(message) if is_job else {"changed": rank.tidy()}
+            _flush()
+            send(channel, json.dumps(answer).encode())
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -162,29 +164,50 @@ def serve(setup: RankSetup, channel: socket.socket) -> None:
 def _watch(fd: int) -> None:
     """End this rank and its children when the controller's end of the channel is gone."""
     poll = select.poll()
-    poll.register(fd, 0)
-    while True:
-        if poll.poll():
-            time.sleep(0.5)  # the main loop sees an orderly close itself
-            os.killpg(os.getpid(), signal.SIGKILL)
+    poll.register(fd, 0)  # hang-ups and errors are reported without being asked for
+    while not poll.poll():
+        continue
+    time.sleep(_ORPHAN_GRACE)  # an idle main loop sees the end of the channel itself
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
+def _take_device(setup: RankSetup) -> torch.device:
+    present = torch.accelerator.device_count()
+    if setup.rank >= present:
+        raise RuntimeError(
+            f"world {setup.world} needs {setup.world} devices of type {setup.device}, got {present}; "
+            "use a smaller world, or cpu"
+        )
+    device = torch.device(setup.device, setup.rank)
+    torch.accelerator.set_device_index(setup.rank)
+    return device
+
+
+def _groups_made() -> int:
+    """How many process groups this process has made so far; new ones are numbered from there."""
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def _plain(value: Any) -> Any:
+    """The value, known to survive JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the job returned {type(value).__name__}, which is not JSON-able ({error}); "
+            "return numbers, strings, lists and dictionaries"
+        ) from error
+    return value
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, SystemExit):
         _flush()
         os._exit(_exit_status(error.code))
-    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    text = "".join(traceback.format_exception(type(error), error, tail or error.__traceback__))
+    own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
     return {
-        "status": "SKIP" if is_skip(error) else "ERROR",
+        "status": RankStatus.SKIP if is_skip(error) else RankStatus.ERROR,
         "error": type(error).__qualname__,
         "message": str(error)[:_MAX_TEXT],
         "traceback": text[-_MAX_TEXT:],
@@ -197,7 +220,9 @@ def _exit_status(code: object) -> int:
     return code & 0xFF if isinstance(code, int) else 1
 
 
-def _encode(report: dict[str, Any]) -> bytes:
-    _flush()
-    return json.dumps(report).encode()
-
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue

@@ -72,6 +72,8 @@ class GatherPlan:
         rank: this rank in ``group``.
         group: None if W = 1.
         buffer: where the whole parameters go; at least ``layout.total_numel`` units.
+        blocks: (start in ``buffer``, units per rank) of every column of the layout; a start of
+            None marks units that nobody reads.
         in_place: gather straight into ``buffer``, of which the parameters are views.
     """
 
@@ -82,7 +84,7 @@ class GatherPlan:
         group: dist.ProcessGroup | None,
         buffer: WholeBuffer,
         *,
-        blocks: Sequence[tuple[int, int]],
+        blocks: Sequence[tuple[int | None, int]],
         in_place: bool,
     ) -> None:
         self.layout = layout
@@ -92,7 +94,9 @@ class GatherPlan:
         self._own = rank * layout.shard_numel
         self._widths = [width for _, width in blocks]
         self._blocks = [
-            buffer.data.narrow(0, start, layout.world * width).view(layout.world, width)
+            torch.empty(layout.world, width, dtype=buffer.data.dtype, device=buffer.data.device)
+            if start is None
+            else buffer.data.narrow(0, start, layout.world * width).view(layout.world, width)
             for start, width in blocks
         ]
         self._restaged = _cuts_within(layout) if not in_place else []

@@ -69,6 +69,7 @@ class FSDPParam:
     sharded: nn.Parameter
     spec: Any = None  # what the exposure needs to describe the sharded parameter
     whole_spec: Any = None  # what it needs to describe the whole one; None for a plain tensor
+    data_parallel_dims: frozenset[int] = frozenset()  # mesh dims left to this package to reduce
     fqn: str = ""
     compute_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None  # None: the gradient's own

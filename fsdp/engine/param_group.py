@@ -519,9 +519,11 @@ class FSDPParamGroup:
                 comm.streams,
             )
             comm.add_reduction(self, reduction)
-        if partial_forward and reduction.end is not None:
-            # The next call of the same module may be running already: its kernels would take
-            # over memory that this hand-over still reads.
+        if partial_forward:
+            # No end of backward may follow, and the kernels of the next call of the module
+            # would take over memory that this hand-over still reads.
+            comm.finish_reductions()
+            assert reduction.end is not None
             comm.streams.wait(comm.streams.current(), reduction.end[1])
 
     def complete(self, reduction: Reduction) -> None:
@@ -626,6 +628,11 @@ class FSDPParamGroup:
             self._offload_event = None
         self.drop_pending()
         self.post_forward_indices.clear()
+
+    def abandon_forward(self) -> None:
+        """Return to the idle, sharded state after a forward that raised."""
+        self._training_state = TrainingState.IDLE
+        self.to_sharded()
 
     def abandon(self) -> None:
         """Return to the idle, sharded state; whatever was accumulated or in flight is lost."""

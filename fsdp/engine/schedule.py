@@ -129,10 +129,14 @@ class FSDPCommContext:
             self._kept_outputs.append(reduction)
         reduction.drop_packed()
 
-    def end_of_backward(self) -> None:
-        """Finish all reductions and let the current stream go on after them."""
+    def finish_reductions(self) -> None:
+        """Hand over every gradient that is on its way."""
         while self._reductions:
             self._finish_oldest()
+
+    def end_of_backward(self) -> None:
+        """Finish all reductions and let the current stream go on after them."""
+        self.finish_reductions()
         current = self.streams.current()
         for event in self._ends.values():
             self.streams.wait(current, event)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.package.tree import PACKAGES, ROOT, module_name, python_files
 
@@ -44,6 +46,35 @@ def test_every_folder_with_code_is_a_package() -> None:
 @pytest.mark.parametrize("requirement", direct_requirements())
 def test_a_direct_requirement_has_a_tested_version(requirement: str) -> None:
     assert name_of(requirement) in {*pins(), PROJECT["project"]["name"]}
+
+
+def reached(requirements: list[str]) -> set[str]:
+    """Every installed distribution that the requirements bring in, directly or not."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        name = name_of(requirement.name)
+        extras = requirement.extras or {""}
+        try:
+            brought = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue  # an extra that this environment does without
+        new = [Requirement(line) for line in brought] if name not in found else []
+        found.add(name)
+        waiting += [
+            r
+            for r in new
+            if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in extras)
+        ]
+    return found
+
+
+def test_everything_that_is_brought_in_has_a_tested_version() -> None:
+    name = PROJECT["project"]["name"]
+    missing = reached(direct_requirements()) - pins().keys() - {name}
+    foreign = {line for line in missing if line.startswith(("nvidia", "cuda", "triton"))}
+    assert not missing - foreign, "add them to constraints.txt; torch pins its own CUDA libraries"
 
 
 def test_torch_is_pinned_above_the_oldest_supported_version() -> None:

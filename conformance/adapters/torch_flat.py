@@ -1,0 +1,207 @@
+"""What lies where in the flat parameters of ``FullyShardedDataParallel``, read from their metadata.
+
+The side doors of its adapter: this rank's elements of every original parameter, of its gradient and
+of its optimizer state, gathered and put together by position. No state dict, no
+``summon_full_params``, no all-gather of the wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from conformance.adapter import clean_fqn, to_cpu
+from conformance.adapters.side_doors import Piece, gathered, joined, shaped
+
+Held = tuple[Any, ...] | Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One original parameter and this rank's elements of it.
+
+    Attributes:
+        fqns: its names; more than one if it is tied.
+        shape: its shape.
+        stride: its stride if its storage is not in index order, else ``None``.
+        first: position in it of the first element that this rank holds.
+        count: how many this rank holds.
+        offset: where they start in this rank's part of the flat parameter.
+        flat: the flat parameter.
+        original: the parameter that the optimizer sees with ``use_orig_params``, else ``None``.
+        group: ranks among which the flat parameter is cut; ``None`` if it is not.
+    """
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    first: int
+    count: int
+    offset: int
+    flat: Any
+    original: nn.Parameter | None
+    group: dist.ProcessGroup | None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def optimized(self) -> nn.Parameter:
+        """What the optimizer's state is keyed by."""
+        return self.flat if self.original is None else self.original
+
+    def own_part(self, tensor: Tensor) -> Piece:
+        """This rank's elements out of `tensor`: a part of the flat parameter, or of the original.
+
+        `tensor` is laid out as this rank's part of the flat parameter, or with ``use_orig_params``
+        holds the elements of the original parameter alone.
+        """
+        elements = storage_order(to_cpu(tensor))
+        if self.original is None or elements.numel() != self.count:
+            elements = elements.narrow(0, self.offset, self.count)
+        return Piece(self.first, elements.clone())
+
+
+def storage_order(tensor: Tensor) -> Tensor:
+    """`tensor` as (numel,), in the order of its storage, which is how the wrapper flattens it."""
+    if tensor.is_contiguous():
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def entries(root: nn.Module) -> Iterator[Entry]:
+    """Every original parameter of every flat parameter under `root`, in module order."""
+    for path, module in root.named_modules():
+        handle = getattr(module, "_handle", None)
+        if isinstance(module, FullyShardedDataParallel) and handle is not None:
+            yield from _of_handle(handle, clean_fqn(f"{path}." if path else ""))
+
+
+def _of_handle(handle: Any, prefix: str) -> Iterator[Entry]:
+    flat = handle.flat_param
+    cut = handle.uses_sharded_strategy
+    length = local_shard(flat).numel()
+    begin = dist.get_rank(handle.process_group) * length if cut else 0
+    tied: dict[str, list[str]] = {}
+    for shared in flat._shared_param_infos:
+        primary = _name(shared.prim_module_name, shared.prim_param_name)
+        tied.setdefault(primary, []).append(_name(shared.module_name, shared.param_name))
+    start = index = 0
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            low, high = max(start, begin), min(start + numel, begin + length)
+            fqn = flat._fqns[index]
+            yield Entry(
+                fqns=tuple(clean_fqn(prefix + name) for name in (fqn, *tied.get(fqn, ()))),
+                shape=tuple(flat._shapes[index]),
+                stride=None if flat._contiguities[index] else tuple(flat._strides[index]),
+                first=max(low - start, 0),
+                count=max(high - low, 0),
+                offset=low - begin if high > low else 0,
+                flat=flat,
+                original=None if flat._params is None else flat._params[index],
+                group=handle.process_group if cut else None,
+            )
+            index += 1
+        start += numel
+
+
+def _name(module_name: str, parameter_name: str) -> str:
+    return f"{module_name}.{parameter_name}" if module_name else parameter_name
+
+
+def local_shard(flat: Any) -> Tensor:
+    """This rank's part of a flat parameter, whatever is registered on the module at the moment."""
+    part: Tensor = getattr(flat, "_local_shard", flat)
+    return part.detach()
+
+
+def full_parameters(root: nn.Module) -> dict[str, Tensor]:
+    """FQN to full parameter. Collective: one object all-gather among the ranks of the shards."""
+    whole = _assembled(list(entries(root)), lambda entry: local_shard(entry.flat))
+    return {fqn: value for fqn, value in whole.items() if value is not None}
+
+
+def full_gradients(root: nn.Module) -> dict[str, Tensor | None]:
+    """FQN to full gradient, ``None`` where no rank has one. Collective as `full_parameters`."""
+    return _assembled(list(entries(root)), lambda entry: entry.optimized.grad)
+
+
+def full_optimizer_state(root: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """FQN to the state that `optimizer` keeps. Collective: one object all-gather, as above."""
+    known = list(entries(root))
+    own: list[dict[str, Any]] = []
+    for entry in known:
+        state = optimizer.state.get(entry.optimized, {})
+        own.append({k: _held(entry, v) for k, v in state.items()})
+    ranks = gathered(own, _group(known))
+    found: dict[str, dict[str, Any]] = {}
+    for index, entry in enumerate(known):
+        mine = dist.get_rank(entry.group) if entry.group is not None else 0
+        # a rank without elements may keep no state, or an empty one: those with elements come first
+        order = sorted(range(len(ranks)), key=lambda r: (not _holds(ranks[r][index]), r != mine))
+        first = ranks[order[0]][index]
+        for key, value in first.items():
+            pieces = [state[index][key] for state in ranks if key in state[index]]
+            whole = (
+                shaped(
+                    joined(pieces, entry.numel, f"{key} of {entry.fqns[0]}"),
+                    entry.shape,
+                    entry.stride,
+                )
+                if isinstance(value, Piece)
+                else value
+            )
+            for fqn in entry.fqns:
+                found.setdefault(fqn, {})[key] = whole
+    return found
+
+
+def _holds(state: Mapping[str, Any]) -> bool:
+    return any(not isinstance(v, Piece) or v.values.numel() > 0 for v in state.values())
+
+
+def _held(entry: Entry, value: Any) -> Any:
+    """One value of an optimizer state: a piece if it is element-wise, else a copy of it."""
+    if not isinstance(value, Tensor):
+        return value
+    return to_cpu(value) if value.dim() == 0 else entry.own_part(value)
+
+
+def _assembled(
+    known: list[Entry], tensor_of: Callable[[Entry], Tensor | None]
+) -> dict[str, Tensor | None]:
+    own = []
+    for entry in known:
+        tensor = tensor_of(entry)
+        own.append(None if tensor is None else entry.own_part(tensor))
+    ranks = gathered(own, _group(known))
+    found: dict[str, Tensor | None] = {}
+    for index, entry in enumerate(known):
+        pieces = [rank[index] for rank in ranks]
+        held = [piece for piece in pieces if piece is not None and piece.values.numel()]
+        whole = (
+            shaped(joined(held, entry.numel, entry.fqns[0]), entry.shape, entry.stride)
+            if held
+            else None
+        )
+        found |= dict.fromkeys(entry.fqns, whole)
+    return found
+
+
+def _group(known: list[Entry]) -> dist.ProcessGroup | None:
+    """The group of all flat parameters; one wrapper tree cuts all of them among the same ranks."""
+    groups = list(chain.from_iterable([e.group] for e in known if e.group is not None))
+    return groups[0] if groups else None

@@ -1,0 +1,79 @@
+"""What is written is what is read, also when a rank dies in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.history import History, HistoryWriter, NotObserved, flatten
+
+
+def write(directory: Path, rank: int, *, virtual: bool = False) -> HistoryWriter:
+    writer = HistoryWriter(directory, rank, {"virtual": virtual})
+    writer.begin_phase("build")
+    writer.write("parameters", {"w": torch.arange(6.0).view(2, 3).t(), "none": None}, step=-1)
+    writer.end_phase()
+    writer.begin_phase("step 0")
+    writer.write("loss", torch.tensor(1.5, dtype=torch.bfloat16), step=0, micro=0)
+    return writer
+
+
+def test_tensors_scalars_and_none_survive(tmp_path: Path) -> None:
+    writer = write(tmp_path, 0)
+    writer.end_phase("ValueError: no", "Traceback ...")
+    writer.close()
+    history = History.read(tmp_path, 1)
+    value = history.get(0, "parameters", step=-1)
+    assert torch.equal(value["w"], torch.arange(6.0).view(2, 3).t())
+    assert value["none"] is None
+    loss = history.get(0, "loss", step=0, micro=0)
+    assert loss.dtype == torch.bfloat16
+    assert float(loss) == 1.5
+    assert [seen.moment for seen in history.ranks[0].observations] == [(0, 0), (1, 1)]
+
+
+def test_a_phase_that_raised_is_found_with_its_rank(tmp_path: Path) -> None:
+    for rank, error in enumerate([None, "ValueError: no"]):
+        writer = write(tmp_path, rank)
+        writer.end_phase(error)
+        writer.close()
+    failed = History.read(tmp_path, 2).failed_phase()
+    assert failed is not None
+    assert (failed[0], failed[1].name, failed[1].error) == (1, "step 0", "ValueError: no")
+
+
+def test_a_killed_rank_leaves_its_lines_but_not_its_tensors(tmp_path: Path) -> None:
+    write(tmp_path, 0)._lines.close()  # as a dead process leaves it: no tensor file
+    with (tmp_path / "rank0.jsonl").open("a") as lines:
+        lines.write('{"kind": "observation", "what": "lo')
+    history = History.read(tmp_path, 1)
+    assert [phase.name for phase in history.ranks[0].phases] == ["build", "step 0"]
+    assert not history.ranks[0].phases[1].ended
+    with pytest.raises(NotObserved, match="loss"):
+        history.get(0, "loss", step=0, micro=0)
+
+
+def test_a_rank_that_wrote_nothing_is_empty(tmp_path: Path) -> None:
+    write(tmp_path, 0).close()
+    assert History.read(tmp_path, 2).ranks[1].observations == ()
+
+
+def test_a_virtual_history_answers_for_every_rank(tmp_path: Path) -> None:
+    write(tmp_path, 0, virtual=True).close()
+    second = HistoryWriter(tmp_path, 1, {"virtual": True})
+    second.begin_phase("build")
+    second.skip()
+    second.write("loss", torch.tensor(7.0), step=0, micro=0)
+    second.close()
+    history = History.read(tmp_path, 2)
+    assert torch.equal(
+        history.get(1, "parameters", step=-1)["w"], history.get(0, "parameters", step=-1)["w"]
+    )
+    assert float(history.get(1, "loss", step=0, micro=0)) == 7.0
+    assert history.find(1, "loss", {"step": 0, "micro": 0}).moment[1] == 1  # type: ignore[union-attr]
+
+
+def test_nested_trees_become_flat_keys() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
