@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -131,11 +132,14 @@ class Wrapped:
             "backward" with the micro-batch's index, "gradients" when they are final and before
             clipping, "clipped" after it. An adapter that overrides `step` calls it too, as far as
             its engine allows.
+        remarks: what a reader of the report should know about how this model was wrapped, such as
+            an option that it needed; one sentence each.
     """
 
     module: nn.Module
     optimizer: Optimizer
     native: Any = None
+    remarks: tuple[str, ...] = ()
     observe: Callable[..., None] = ignore
 
 
@@ -301,24 +305,24 @@ class Adapter:
     ) -> dict[str, Any]:
         """Model state as the wrapper gives it; with both options False, its default options."""
         self._plain(kind, "model_state")
-        return dict(self.bare(w).state_dict())
+        return offered(self.bare(w).state_dict(), cpu=cpu, rank0_only=rank0_only)
 
     def load_model_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
         """Load what `model_state` returned with the same kind on the same rank."""
         self._plain(kind, "load_model_state")
-        self.bare(w).load_state_dict(dict(state))
+        self.bare(w).load_state_dict(received(state))
 
     def optim_state(
         self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
     ) -> dict[str, Any]:
         """Optimizer state as the wrapper gives it."""
         self._plain(kind, "optim_state")
-        return dict(w.optimizer.state_dict())
+        return offered(w.optimizer.state_dict(), cpu=cpu, rank0_only=rank0_only)
 
     def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
         """Load what `optim_state` returned with the same kind on the same rank."""
         self._plain(kind, "load_optim_state")
-        w.optimizer.load_state_dict(dict(state))
+        w.optimizer.load_state_dict(received(state))
 
     def save(self, w: Wrapped, directory: Path) -> None:
         """Save model and optimizer into `directory`, which all ranks share."""
@@ -361,6 +365,36 @@ def local(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     part: Tensor = tensor if to_local is None else to_local()
     return part
+
+
+def offered(state: Mapping[str, Any], *, cpu: bool, rank0_only: bool) -> dict[str, Any]:
+    """`state` as a caller asked for it: its tensors on CPU, empty on ranks other than 0."""
+    if rank0_only and dist.get_rank() != 0:
+        return {}
+    content: dict[str, Any] = _on_cpu(state) if cpu else dict(state)
+    return content
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return to_cpu(value)
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if isinstance(value, list) else value
+
+
+def received(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state`, or rank 0's where this rank has none.
+
+    Collective: one object all-gather, then one object broadcast if some rank has none.
+    """
+    held: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, bool(state))
+    if all(held):
+        return dict(state)
+    box: list[Any] = [dict(state)]
+    dist.broadcast_object_list(box, src=0)
+    return dict(state) or dict(box[0])
 
 
 def to_cpu(tensor: Tensor) -> Tensor:

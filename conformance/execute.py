@@ -52,7 +52,7 @@ class CaseRequest:
         case: the case's string.
         seed: of the ranks' random numbers.
         directory: where the history goes.
-        probe: a capability to use although it is not claimed.
+        probe: capabilities to use although they are not claimed.
         mutant: a defect to plant.
     """
 
@@ -61,7 +61,7 @@ class CaseRequest:
     case: str
     seed: int
     directory: str
-    probe: str | None = None
+    probe: tuple[str, ...] = ()
     mutant: str | None = None
 
 
@@ -107,8 +107,7 @@ def run_case(context: RankContext, *, request: CaseRequest) -> None:
         driver, options = make_adapter(request.adapter, request.variant)
         if request.mutant is not None:
             driver = stack.enter_context(mutant_named(request.mutant).planted(driver))
-        if request.probe is not None:
-            driver.capabilities |= {request.probe}
+        driver.capabilities |= set(request.probe)
         run = Run(
             adapter=driver,
             case=case,
@@ -128,9 +127,12 @@ def run_case(context: RankContext, *, request: CaseRequest) -> None:
 
 
 def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
-    """Run one case unsharded, three times: reference, float64, other order of additions."""
+    """Run one case unsharded, three times: reference, float64, other order of additions.
+
+    The three runs are dealt to the ranks, which know nothing of each other: no collective.
+    """
     case = Case.parse(request.case)
-    for name, flavour in ORACLE_RUNS.items():
+    for name, flavour in list(ORACLE_RUNS.items())[context.rank :: context.world_size]:
         directory = Path(request.directory) / name
         adapter = VirtualRanks(
             request.world,

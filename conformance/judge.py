@@ -60,10 +60,11 @@ def judge(evidence: Evidence, ran: Ran, checks: Iterable[Check]) -> list[Judgeme
     judged += [
         judge_check(check, evidence, ran)
         for check in checks
-        if evidence.case.scenario in check.scenarios
+        if check.judge is not None
+        and evidence.case.scenario in check.scenarios
         and check.applies(evidence.case, evidence.model)
     ]
-    order = {check: index for index, check in enumerate(["run.completed", *CHECKS])}
+    order = {check: index for index, check in enumerate(CHECKS)}
     late = (10**9, 0)
     return sorted(judged, key=lambda j: (j.moment or late, order[j.check]))
 
@@ -117,8 +118,15 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
             verdict=Verdict.UNSUPPORTED,
             sentence=f"not claimed: {', '.join(unclaimed)}",
         )
+    if check.any_of and not check.any_of & evidence.capabilities:
+        return Judgement(
+            check=check.id,
+            verdict=Verdict.UNSUPPORTED,
+            sentence=f"none is claimed of {', '.join(sorted(check.any_of))}",
+        )
     if refusal(evidence, ran) is not None:
         return Judgement(check=check.id, verdict=Verdict.UNSUPPORTED, sentence="refused at build")
+    assert check.judge is not None, f"{check.id} is not judged from a history"
     ledger = Ledger()
     missing: NotObserved | None = None
     try:

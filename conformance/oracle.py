@@ -7,9 +7,11 @@ by the number of ranks; then one optimizer steps once. Imports no wrapper.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +79,7 @@ class VirtualRanks(Adapter):
             capabilities | {"gradients", "model_state.full", "optim_state.full"}
         )
         self.seed = seed
+        self._saved: dict[Path, tuple[Any, Any]] = {}
         self.order = range(world - 1, -1, -1) if reverse else range(world)
 
     def build(
@@ -167,17 +170,40 @@ class VirtualRanks(Adapter):
         self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
     ) -> Any:
         """Every rank's state dict: the shared parameters with that rank's buffers."""
-        states = []
+        states: list[dict[str, Tensor]] = []
         for rank in range(self.world):
             with _as_rank(w.module, w.native, rank):
-                states.append({k: to_cpu(v) for k, v in w.module.state_dict().items()})
+                held = {} if rank0_only and rank else w.module.state_dict()
+                states.append(
+                    {k: to_cpu(v) if cpu else v.detach().clone() for k, v in held.items()}
+                )
         return PerRank(tuple(states))
 
     def load_model_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
-        """Load every rank's state dict."""
+        """Load every rank's state dict, or rank 0's where only rank 0 has one."""
         for rank in range(self.world):
             with _as_rank(w.module, w.native, rank):
-                w.module.load_state_dict(state.values[rank])
+                w.module.load_state_dict(state.values[rank] or state.values[0])
+
+    def optim_state(
+        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
+    ) -> Any:
+        """The state dict of the one optimizer, whatever the kind."""
+        return copy.deepcopy(w.optimizer.state_dict())
+
+    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
+        """Load it."""
+        w.optimizer.load_state_dict(state)
+
+    def save(self, w: Wrapped, directory: Path) -> None:
+        """Keep both states in memory, under the directory's name."""
+        self._saved[directory] = (self.model_state(w, "full"), self.optim_state(w, "full"))
+
+    def load(self, w: Wrapped, directory: Path) -> None:
+        """Load what `save` kept."""
+        model, optimizer = self._saved[directory]
+        self.load_model_state(w, "full", model)
+        self.load_optim_state(w, "full", optimizer)
 
     def rank_gradients(self, w: Wrapped) -> PerRank:
         """Every rank's own gradients before reduction, FQN to tensor."""

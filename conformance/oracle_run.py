@@ -42,15 +42,16 @@ class OracleRun(Run):
 
     suspects: bool = False
     _before: list[Tensor] | None = field(default=None, init=False)
+    _big: dict[str, Tensor | None] | None = field(default=None, init=False)
 
     def train_step(self, w: Wrapped, step: int, clip: Clip | None = None) -> None:
         """One step, with the values that known defects would have given."""
+        several = step == 0 and self.case.accumulation > 1 and self.model.concatenate
+        self._big = self._big_batch(w) if several else None
         if not self.suspects:
             super().train_step(w, step, clip)
             return
         self._stale_losses(w, step)
-        if step == 0 and self.case.accumulation > 1 and self.model.concatenate:
-            self.writer.write("gradients_big_batch", self._big_batch(w), step=step)
         self._before = [p.detach().clone() for p in w.module.parameters()]
         super().train_step(w, step, clip)
 
@@ -62,6 +63,8 @@ class OracleRun(Run):
 
     def observe_gradients(self, seen: Watch, step: int) -> None:
         """Reduced gradients, and each rank's own."""
+        if self._big is not None:
+            self.writer.write("gradients_big_batch", self._big, step=step)
         super().observe_gradients(seen, step)
         if isinstance(seen, OracleWatch):
             self.writer.write("gradients_of_rank", seen.of_rank, step=step)

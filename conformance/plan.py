@@ -24,11 +24,13 @@ class Planned:
 
     Attributes:
         case: the case.
-        probe: a capability that the adapter does not claim and that this case tries out.
+        probe: capabilities that the adapter does not claim and that this case tries out.
+        checks: those that judge it.
     """
 
     case: Case
-    probe: str | None = None
+    probe: tuple[str, ...] = ()
+    checks: tuple[Check, ...]
 
 
 def select_checks(profiles: Collection[str] = (), patterns: Sequence[str] = ()) -> list[Check]:
@@ -72,16 +74,45 @@ def plan(
     capabilities: frozenset[str], checks: Sequence[Check], chosen: Sequence[models.ModelCase]
 ) -> list[Planned]:
     """The cases that the given checks judge, for an adapter with these claims."""
-    wanted = frozenset().union(*(check.scenarios for check in checks)) if checks else frozenset()
     planned: list[Planned] = []
     for model in chosen:
         for case in _cases(model, capabilities):
-            judged = any(
-                case.scenario in check.scenarios and check.applies(case, model) for check in checks
-            )
-            if case.scenario in wanted and judged:
-                planned.append(Planned(case=case))
+            judging = judges(case, model, checks)
+            if judging:
+                planned.append(Planned(case=case, checks=judging))
     return planned
+
+
+def judges(
+    case: Case, model: models.ModelCase, checks: Sequence[Check]
+) -> tuple[Check, ...]:
+    """Those of `checks` that say something about `case`."""
+    return tuple(
+        check
+        for check in checks
+        if case.scenario in check.scenarios and check.applies(case, model)
+    )
+
+
+def plan_probes(
+    capabilities: frozenset[str], checks: Sequence[Check], chosen: Sequence[models.ModelCase]
+) -> list[Planned]:
+    """One case for each unclaimed capability that some check or scenario is about.
+
+    It is the first case, on the first model, that the claim would add, or that a check which needs
+    the claim judges.
+    """
+    claimed = plan(capabilities, checks, chosen)
+    cases = {planned.case for planned in claimed}
+    found: list[Planned] = []
+    for probe in unclaimed(capabilities):
+        for planned in plan(capabilities | set(probe), checks, chosen):
+            about = tuple(check for check in planned.checks if check.needs & set(probe))
+            if planned.case not in cases or about:
+                judging = planned.checks if planned.case not in cases else about
+                found.append(Planned(case=planned.case, probe=probe, checks=judging))
+                break
+    return found
 
 
 def _cases(model: models.ModelCase, capabilities: frozenset[str]) -> Iterator[Case]:
@@ -113,6 +144,10 @@ def _checkpoints(model: models.ModelCase, capabilities: frozenset[str]) -> Itera
         yield Case.of(model.name, "checkpoint", kind="save")
 
 
-def unclaimed(capabilities: frozenset[str]) -> list[str]:
-    """Capabilities that are not claimed."""
-    return sorted(set(CAPABILITIES) - capabilities)
+def unclaimed(capabilities: frozenset[str]) -> list[tuple[str, ...]]:
+    """Capabilities that are not claimed, those that only make sense together as one."""
+    missing = [name for name in CAPABILITIES if name not in capabilities]
+    pairs = [(f"model_state.{kind}", f"optim_state.{kind}") for kind in STATE_KINDS]
+    together = [pair for pair in pairs if set(pair) <= set(missing)]
+    paired = {name for pair in together for name in pair}
+    return [(name,) for name in missing if name not in paired] + together

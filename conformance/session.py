@@ -83,7 +83,7 @@ class Stored:
     Attributes:
         subject: what was run.
         case: its case.
-        probe: a capability that was tried out although it is not claimed.
+        probe: capabilities that were tried out although they are not claimed.
         ran: how the ranks fared.
         conventions: the adapter's.
         capabilities: the adapter's, with the probe.
@@ -94,7 +94,7 @@ class Stored:
 
     subject: Subject
     case: str
-    probe: str | None
+    probe: tuple[str, ...]
     ran: Ran
     conventions: Conventions
     capabilities: frozenset[str]
@@ -120,6 +120,7 @@ class Stored:
             **{
                 **content,
                 "subject": Subject(**content["subject"]),
+                "probe": tuple(content["probe"]),
                 "ran": Ran(**{**ran, "verdict": RankVerdict(ran["verdict"])}),
                 "conventions": Conventions(**content["conventions"]),
                 "capabilities": frozenset(content["capabilities"]),
@@ -130,7 +131,7 @@ class Stored:
 class Session:
     """Runs cases and judges them; the oracle's histories are shared between subjects.
 
-    Safe to use from several threads; each thread has rank pools of its own.
+    Safe to use from several threads; each thread has a rank pool of its own.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -153,26 +154,41 @@ class Session:
         self._pools.clear()
 
     def judge_case(
-        self, subject: Subject, case: Case, checks: Sequence[Check], *, probe: str | None = None
+        self, subject: Subject, case: Case, checks: Sequence[Check], *, probe: Sequence[str] = ()
     ) -> list[Finding]:
         """Run one case, unless its history is there already, and judge it."""
         return judge_stored(self.run(subject, case, probe=probe), self.setting.directory, checks)
 
-    def run(self, subject: Subject, case: Case, *, probe: str | None = None) -> Path:
+    def run(
+        self,
+        subject: Subject,
+        case: Case,
+        *,
+        probe: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> Path:
         """Run one case with its oracle; returns the folder of its history.
 
         Processes that share the folder run each case once: the others wait for the first.
+        `timeout` replaces the setting's.
         """
         directory = self.setting.directory / subject.folder / slug(case, probe)
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(str(directory) + ".lock"):
             if not (directory / "case.json").exists():
-                self._run(subject, case, probe, directory)
+                self._run(subject, case, tuple(probe), directory, timeout)
         return directory
 
-    def _run(self, subject: Subject, case: Case, probe: str | None, directory: Path) -> None:
+    def _run(
+        self,
+        subject: Subject,
+        case: Case,
+        probe: tuple[str, ...],
+        directory: Path,
+        timeout: float | None,
+    ) -> None:
         adapter = subject.make()
-        capabilities = adapter.capabilities | ({probe} if probe else frozenset())
+        capabilities = adapter.capabilities | set(probe)
         oracle = self._oracle(case, adapter.conventions, capabilities)
         setting = self.setting
         request = CaseRequest(
@@ -186,7 +202,7 @@ class Session:
         )
         fresh = subject.mutant is not None
         job = Job.of(run_case, request=request)
-        outcome = self._pool(setting.world).run(job, timeout=setting.timeout, fresh=fresh)
+        outcome = self._pool().run(job, timeout=timeout or setting.timeout, fresh=fresh)
         Stored(
             subject=subject,
             case=str(case),
@@ -228,22 +244,24 @@ class Session:
                     directory=str(directory),
                 )
                 job = Job.of(run_oracle, request=request)
-                outcome = self._pool(1).run(job, timeout=setting.timeout)
+                # the ranks of the wrapper: a pool of its own would import torch once more
+                outcome = self._pool().run(job, timeout=setting.timeout)
                 if outcome.verdict is not RankVerdict.OK:
-                    report = outcome.reports[0]
-                    detail = report.traceback if report else outcome.sentence
+                    detail = next((r.traceback for r in outcome.reports if r and r.traceback), "")
                     raise OracleFailed(f"the oracle failed on {case}: {outcome.sentence}\n{detail}")
                 (directory / "done").write_text(key)
         return directory
 
-    def _pool(self, world: int) -> RankPool:
-        pools: dict[int, RankPool] = self._local.__dict__.setdefault("pools", {})
-        if world not in pools:
-            pool = RankPool(world=world, device=self.setting.device, preload=PRELOAD)
-            pools[world] = pool
+    def _pool(self) -> RankPool:
+        """This thread's pool."""
+        pool: RankPool | None = getattr(self._local, "pool", None)
+        if pool is None:
+            setting = self.setting
+            pool = RankPool(world=setting.world, device=setting.device, preload=PRELOAD)
+            self._local.pool = pool
             with self._lock:
                 self._pools.append(pool)
-        return pools[world]
+        return pool
 
 
 def relevant(conventions: Conventions, model: models.ModelCase) -> Conventions:
@@ -308,6 +326,6 @@ def repro_line(stored: Stored, check: str) -> str:
     return f"fsdp-conformance repro {shlex.quote(id)} {where}{planted}"
 
 
-def slug(case: Case, probe: str | None = None) -> str:
+def slug(case: Case, probe: Sequence[str] = ()) -> str:
     """A folder name for a case."""
-    return str(case).replace("/", "~") + (f"+{probe}" if probe else "")
+    return "+".join([str(case).replace("/", "~"), *probe])

@@ -34,6 +34,22 @@ class Verdict(StrEnum):
 BAD = frozenset({Verdict.FAIL, Verdict.XPASS, Verdict.HANG, Verdict.DESYNC, Verdict.CRASH})
 UNDECIDED = frozenset({Verdict.VACUOUS, Verdict.NO_POWER, Verdict.BLOCKED, Verdict.ERROR})
 
+WORST_FIRST = (
+    Verdict.CRASH,
+    Verdict.HANG,
+    Verdict.DESYNC,
+    Verdict.FAIL,
+    Verdict.XPASS,
+    Verdict.ERROR,
+    Verdict.BLOCKED,
+    Verdict.VACUOUS,
+    Verdict.NO_POWER,
+    Verdict.XFAIL,
+    Verdict.PASS,
+    Verdict.UNSUPPORTED,
+)
+"""Which of several verdicts stands for all of them: the first that is among them."""
+
 EXIT_OK = 0
 EXIT_BAD = 1
 EXIT_UNDECIDED = 2

@@ -38,7 +38,9 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(f"MixedPrecisionPolicy: {name} must be a torch.dtype, got {dtype!r}")
+                raise TypeError(
+                    f"MixedPrecisionPolicy: {name} must be a torch.dtype, got {dtype!r}"
+                )
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(
                     f"MixedPrecisionPolicy: {name} must be a floating-point dtype, got {dtype}"

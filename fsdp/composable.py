@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -53,14 +53,15 @@ from fsdp.engine.mesh import (
     post_forward_mesh_info,
 )
 from fsdp.engine.param import find_owners
-from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.param_group import FSDPParamGroup, GroupOptions
 from fsdp.engine.unit import FSDPState, state_of
 
-M = TypeVar("M", bound=nn.Module)
 ShardPlacementFn = Callable[[nn.Parameter], ShardPlacementFnResult]
 
 _cls_to_fsdp_cls: dict[type, type] = {}
 _new_init_enabled = True
+_FULL_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
@@ -79,18 +80,14 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         _new_init_enabled = before
 
 
-@overload
-def _fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
-@overload
-def _fully_shard(module: Sequence[nn.Module], **options: Any) -> Sequence[FSDPModule]: ...
-def _fully_shard(
+def fully_shard(  # noqa: PLR0913 - torch's interface
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -143,8 +140,13 @@ def _fully_shard(
     managed = managed_modules(modules, ignored)
     params, buffers = managed_states(managed, ignored)
     move_to([*params, *buffers], device)
-    state = FSDPState(
-        modules, info, device, mp_policy, auto_reshard=reshard_after_forward is None
+    state = FSDPState(modules, info, device, mp_policy, auto_reshard=reshard_after_forward is None)
+    options = GroupOptions(
+        device=device,
+        exposure=DTensorExposure(),
+        lay_out=side_by_side,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
     )
     placements = _by_mesh(params, shard_placement_fn, info)
     owners = dict(zip(params, find_owners(params, modules), strict=True))
@@ -154,11 +156,7 @@ def _fully_shard(
             modules,
             mesh_info,
             after if mesh_info is info else _after_forward(reshard_after_forward, mesh_info),
-            device,
-            exposure=DTensorExposure(),
-            lay_out=side_by_side,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
+            options,
         )
         install_state_dict_hooks(group)
         state.groups.append(group)
@@ -174,30 +172,12 @@ def _fully_shard(
     return module
 
 
-class _FullyShard:
-    """``fully_shard`` with ``fully_shard.state`` beside it."""
-
-    def __init__(self) -> None:
-        functools.update_wrapper(self, _fully_shard)
-
-    @overload
-    def __call__(self, module: M, **options: Any) -> M: ...
-    @overload
-    def __call__(self, module: Sequence[M], **options: Any) -> Sequence[M]: ...
-    def __call__(self, module: Any, **options: Any) -> Any:
-        return _fully_shard(module, **options)
-
-    @staticmethod
-    def state(module: nn.Module) -> FSDPState | None:
-        """Return the state of a sharded module, None for any other."""
-        return state_of(module)
-
-
-fully_shard = _FullyShard()
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _after_forward(
-    reshard: bool | int | None, info: DataParallelMeshInfo
+    reshard: bool | int | None,  # noqa: FBT001 - what the user passed
+    info: DataParallelMeshInfo,
 ) -> DataParallelMeshInfo | None:
     if info.shard_group is None:
         return None  # nothing is sharded, before forward or after
@@ -244,9 +224,7 @@ def _fsdp_class(cls: type) -> type:
 
 
 def _no_deepcopy(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise AssertionError(
-        "FSDP does not support deepcopy. Please use state dict for serialization."
-    )
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
 class FSDPModule:
@@ -472,9 +450,7 @@ class FSDPModule:
                 f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
             )
         if max_input_buffers < 1:
-            raise ValueError(
-                f"max_input_buffers must be a positive int, got {max_input_buffers}"
-            )
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for group in self._groups(recurse=recurse):
             group.reduce_scatter_max_input_buffers = max_input_buffers
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -169,8 +170,7 @@ def _data_parallel_placements(
     return tuple(placements)
 
 
-def _shards_on(placements: Sequence[Placement], dim: int, mesh: torch.distributed.DeviceMesh,
-               first: int) -> int:
+def _shards_on(placements: Sequence[Placement], dim: int, mesh: DeviceMesh, first: int) -> int:
     """Return over how many ranks mesh dims from ``first`` on shard ``dim``."""
     factor = 1
     for index in range(first, mesh.ndim):
@@ -185,9 +185,7 @@ def _spec_beside_model_parallel(
     """Put the data-parallel dims before those of tensor or expert parallelism."""
     spec = spec_of(original)
     if len(spec.placements) > _MAX_MODEL_PARALLEL_DIMS:
-        raise NotImplementedError(
-            f"FSDP only supports 1D TP/EP or 2D EP+TP, not {spec.placements}"
-        )
+        raise NotImplementedError(f"FSDP only supports 1D TP/EP or 2D EP+TP, not {spec.placements}")
     mesh = concatenate_meshes([info.mesh, spec.mesh])
     factor = _shards_on(spec.placements, dim, spec.mesh, 0)
     # Model parallelism cut first, so a rank's rows are strided in the whole parameter.
@@ -231,7 +229,8 @@ def _flattened_spec(
     dims = info.dp_mesh_dims
     assert dims is not None
     names = spec.mesh.mesh_dim_names or ()
-    meshes, shown = [], []
+    meshes: list[DeviceMesh] = []
+    shown: list[Placement] = []
     for index, name in enumerate(names):
         if name == dims.shard_names[0]:
             meshes.append(info.mesh)
@@ -259,7 +258,7 @@ class DTensorExposure:
         Raises:
             ValueError: it is no DTensor, or is cut in another way.
         """
-        found = param.registered()
+        found: torch.Tensor | None = param.registered()
         if found is param.unsharded and found is not None:
             return
         if not isinstance(found, DTensor) or not isinstance(found, nn.Parameter):
@@ -348,8 +347,7 @@ class DTensorExposure:
                 continue
             if not isinstance(present, DTensor):
                 raise AssertionError(
-                    f"Expected the gradient of '{param.fqn}' to be a DTensor, "
-                    f"got {type(present)}"
+                    f"Expected the gradient of '{param.fqn}' to be a DTensor, got {type(present)}"
                 )
             sums.append(local_tensor(present))
             addends.append(piece)

@@ -26,6 +26,7 @@ TRAITS: Mapping[str, str] = {
     "strided": "some parameters are not contiguous",
     "tokens": "inputs are integers",
     "images": "inputs are channels_last images",
+    "wide": "parameters take many times the bytes of everything else",
 }
 """The names that `ModelCase.traits` may hold, with their meaning."""
 

@@ -17,6 +17,7 @@ from . import (
     transformer,
     uneven,
     unused,
+    wide,
 )
 from .case import ModelCase
 
@@ -31,6 +32,7 @@ _MODULES = (
     nested_io,
     reused,
     strided,
+    wide,
 )
 
 _CASES: Mapping[str, ModelCase] = MappingProxyType({m.CASE.name: m.CASE for m in _MODULES})

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.adapter import Adapter, BuildConfig, Conventions, OptimizerFactory, Wrapped
+from conformance.adapters.torch_checkpoint import CheckpointDirectory
+
+UNUSED_ANNOUNCED = (
+    "built with find_unused_parameters=True, because the model has parameters that take no part"
+    " in forward"
+)
 
 
-class DistributedDataParallelAdapter(Adapter):
-    """Replicates the model; ``native`` is the wrapper, ``module`` too."""
+class ReplicatedAdapter(Adapter):
+    """What adapters on top of this wrapper share; ``native`` is the wrapper, ``module`` too."""
 
-    name: ClassVar[str] = "torch.DistributedDataParallel"
-    capabilities = frozenset(
-        {
-            "gradients",
-            "no_sync",
-            "clip.p1",
-            "clip.p2",
-            "clip.pinf",
-            "unused_parameters",
-            "model_state.full",
-            "optim_state.full",
-        }
-    )
     conventions = Conventions(buffers="rank0")
 
-    def build(
-        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
-    ) -> Wrapped:
-        """Wrap; unused parameters have to be announced to this wrapper."""
+    def wrap(
+        self, model: nn.Module, config: BuildConfig, options: Mapping[str, Any]
+    ) -> tuple[DistributedDataParallel, tuple[str, ...]]:
+        """The wrapper, and remarks: unused parameters have to be announced to it."""
+        announce = config.unused_parameters and not options.get("static_graph", False)
         wrapped = DistributedDataParallel(
-            model, find_unused_parameters=config.unused_parameters, **config.options
+            model, find_unused_parameters=announce, **spelt_as_installed(options)
         )
-        optimizer = make_optimizer(wrapped.parameters())
-        return Wrapped(module=wrapped, optimizer=optimizer, native=wrapped)
+        return wrapped, (UNUSED_ANNOUNCED,) if announce else ()
 
     def bare(self, w: Wrapped) -> nn.Module:
         """The user's module."""
@@ -48,3 +43,51 @@ class DistributedDataParallelAdapter(Adapter):
         """The wrapper's own context."""
         context: AbstractContextManager[Any] = w.native.no_sync()
         return context
+
+
+class DistributedDataParallelAdapter(CheckpointDirectory, ReplicatedAdapter):
+    """Replicates the model; every rank has the whole optimizer."""
+
+    name: ClassVar[str] = "torch.DistributedDataParallel"
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {},
+        "gradient_as_bucket_view=True": {"gradient_as_bucket_view": True},
+        "static_graph=True": {"static_graph": True},
+        "broadcast_buffers=False": {"broadcast_buffers": False},
+    }
+    capabilities = frozenset(
+        {
+            "gradients",
+            "no_sync",
+            "clip.p1",
+            "clip.p2",
+            "clip.pinf",
+            # no "two_forwards": docs/findings/ddp-two-forwards.md
+            "unused_parameters",
+            "model_state.full",
+            "optim_state.full",
+            "save",
+        }
+    )
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        """Without broadcasts every rank keeps its own buffers."""
+        if not options.get("broadcast_buffers", True):
+            self.conventions = Conventions(buffers="local")
+
+    def build(
+        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
+    ) -> Wrapped:
+        """Wrap, with the optimizer over all parameters."""
+        wrapped, remarks = self.wrap(model, config, config.options)
+        optimizer = make_optimizer(wrapped.parameters())
+        return Wrapped(module=wrapped, optimizer=optimizer, native=wrapped, remarks=remarks)
+
+
+def spelt_as_installed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with ``broadcast_buffers`` under the name that replaced it in torch 2.13."""
+    spelt = dict(options)
+    new = "forward_sync_buffers"
+    if "broadcast_buffers" in spelt and new in signature(DistributedDataParallel).parameters:
+        spelt[new] = spelt.pop("broadcast_buffers")
+    return spelt

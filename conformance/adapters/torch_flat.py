@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from conformance.adapter import clean_fqn, to_cpu
 from conformance.adapters.side_doors import Piece, gathered, joined, shaped
-
-Held = tuple[Any, ...] | Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +61,22 @@ class Entry:
         return self.flat if self.original is None else self.original
 
     def own_part(self, tensor: Tensor) -> Piece:
-        """This rank's elements out of `tensor`: a part of the flat parameter, or of the original.
+        """This rank's elements of the parameter, or of its gradient or state, out of `tensor`.
 
-        `tensor` is laid out as this rank's part of the flat parameter, or with ``use_orig_params``
-        holds the elements of the original parameter alone.
+        `tensor` is this rank's part of the flat parameter or laid out as that; with
+        ``use_orig_params`` it may hold the elements of this parameter alone, flat or in its shape.
         """
-        elements = storage_order(to_cpu(tensor))
+        elements = self._flattened(to_cpu(tensor))
         if self.original is None or elements.numel() != self.count:
             elements = elements.narrow(0, self.offset, self.count)
         return Piece(self.first, elements.clone())
 
-
-def storage_order(tensor: Tensor) -> Tensor:
-    """`tensor` as (numel,), in the order of its storage, which is how the wrapper flattens it."""
-    if tensor.is_contiguous():
+    def _flattened(self, tensor: Tensor) -> Tensor:
+        """`tensor` as (numel,), in the order in which the wrapper flattens the parameter."""
+        if tensor.dim() > 1 and self.stride is not None:
+            ordered = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype)
+            return ordered.copy_(tensor).as_strided((self.numel,), (1,))
         return tensor.reshape(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def entries(root: nn.Module) -> Iterator[Entry]:
@@ -203,5 +201,4 @@ def _assembled(
 
 def _group(known: list[Entry]) -> dist.ProcessGroup | None:
     """The group of all flat parameters; one wrapper tree cuts all of them among the same ranks."""
-    groups = list(chain.from_iterable([e.group] for e in known if e.group is not None))
-    return groups[0] if groups else None
+    return next((entry.group for entry in known if entry.group is not None), None)

@@ -1,7 +1,17 @@
 """The checks. The order of the imports is the order in which ties in time are reported."""
 
-from conformance.checks import (  # noqa: F401 - imported for registration, in this order
+from conformance.checks import (  # noqa: F401, I001 - imported for registration, in this order
+    communication,
+    dtypes,
+    structure,
+    accumulation,
+    clipping,
+    robustness,
     training,
+    optimizer,
+    sharding,
+    memory,
+    checkpoint,
 )
 from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.registry import PROFILES, Check, registered

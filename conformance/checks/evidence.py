@@ -5,7 +5,7 @@ A check is a pure function of an `Evidence`; it may be run again on a stored his
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -184,6 +184,24 @@ def place(where: Mapping[str, Any], rank: int) -> str:
     return ", ".join([*parts, f"rank {rank}"])
 
 
+OF_GRADIENTS = frozenset({"gradients", "clipped"})
+
+
+def observed(evidence: Evidence, what: str) -> Iterator[tuple[int, Observation, Any]]:
+    """(rank, the oracle's observation, the wrapper's value) of everything called `what`.
+
+    Nothing where the wrapper does not claim that its gradients can be read.
+
+    Raises:
+        NotObserved: the wrapper's history lacks an observation that the oracle made.
+    """
+    if what in OF_GRADIENTS and "gradients" not in evidence.capabilities:
+        return
+    for rank in range(evidence.world):
+        for seen in evidence.expected(what, rank):
+            yield rank, seen, evidence.history.get(rank, what, **seen.where)
+
+
 Suspects: TypeAlias = Callable[[int, Observation, str], list[Suspect]]
 """(rank, the oracle's observation, key) to what known defects would have produced."""
 
@@ -197,6 +215,7 @@ def compare_trees(  # noqa: PLR0913 - the options of one loop, all by name
     only: Callable[[Mapping[str, Any]], bool] = lambda where: True,
     keys: Callable[[str], bool] = lambda key: True,
     suspects: Suspects = lambda rank, seen, key: [],
+    got_as: str | None = None,
 ) -> None:
     """Compare every observation `what` of every rank, key by key, with the oracle's.
 
@@ -210,6 +229,7 @@ def compare_trees(  # noqa: PLR0913 - the options of one loop, all by name
         only: which observations, by their coordinates.
         keys: which entries.
         suspects: what known defects would have produced, to name the cause.
+        got_as: name of the wrapper's observation, where it is another one.
 
     Raises:
         NotObserved: the wrapper's history lacks an observation that the oracle made.
@@ -218,7 +238,7 @@ def compare_trees(  # noqa: PLR0913 - the options of one loop, all by name
         for seen in evidence.expected(what, rank):
             if not only(seen.where):
                 continue
-            got = evidence.history.get(rank, what, **seen.where)
+            got = evidence.history.get(rank, got_as or what, **seen.where)
             pair = _Pair(evidence=evidence, rank=rank, seen=seen, got=got)
             for key in filter(keys, sorted({*got, *seen.value})):
                 pair.compare(ledger, key, noun, suspects)

@@ -39,8 +39,10 @@ class Check:
         sentence: what it requires, in one line.
         scenarios: scenarios whose histories it can judge.
         needs: capabilities that it is about; without the claim the check is UNSUPPORTED.
+        any_of: capabilities of which it judges those that are claimed; without any, UNSUPPORTED.
         applies: whether it says anything about a case.
         judge: writes its comparisons into a ledger; raises `NotObserved` when the history ends.
+            ``None``: judged from how the ranks fared, not from what they recorded.
     """
 
     id: str
@@ -49,7 +51,8 @@ class Check:
     scenarios: frozenset[str]
     needs: frozenset[str]
     applies: Applies
-    judge: Judge
+    judge: Judge | None
+    any_of: frozenset[str] = frozenset()
 
 
 _REGISTER: dict[str, Check] = {}
@@ -66,6 +69,7 @@ def check(
     profile: str,
     scenarios: frozenset[str] = TRAINING,
     needs: frozenset[str] = frozenset(),
+    any_of: frozenset[str] = frozenset(),
     applies: Applies = always,
 ) -> Callable[[Judge], Judge]:
     """Register a function as the check called `id`; its docstring's first line is the sentence."""
@@ -78,12 +82,24 @@ def check(
             sentence=sentence,
             scenarios=scenarios,
             needs=needs,
+            any_of=any_of,
             applies=applies,
             judge=judge,
         )
         return judge
 
     return register
+
+
+_REGISTER["run.completed"] = Check(
+    id="run.completed",
+    profile="core",
+    sentence="Every rank runs the scenario to its end and reports.",
+    scenarios=frozenset(),
+    needs=frozenset(),
+    applies=always,
+    judge=None,
+)
 
 
 def registered() -> Mapping[str, Check]:

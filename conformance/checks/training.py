@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
-
-from conformance.case import Case
 from conformance.causes import MEANING, Cause
-from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
-from conformance.checks.registry import TRAINING, check
+from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
+from conformance.checks.gradients import (
+    ANY_TRAINING,
+    GRADIENTS,
+    common_factor,
+    gradient_suspects,
+    one_micro_batch,
+)
+from conformance.checks.registry import check
+from conformance.checks.updates import stepped
 from conformance.explain import Suspect
-from conformance.history import Observation
-from conformance.models import ModelCase
-
-ANY_TRAINING = TRAINING | {"eval_first", "checkpoint"}
-GRADIENTS = frozenset({"gradients"})
-
-
-def one_micro_batch(case: Case, model: ModelCase) -> bool:
-    """A step is a single backward."""
-    return case.accumulation == 1
-
+from conformance.history import Observation, as_tensor
+from conformance.optimizers import OPTIMIZERS
 
 @check("losses.value", profile="core", scenarios=ANY_TRAINING | {"two_forwards"})
 def losses_value(evidence: Evidence, ledger: Ledger) -> None:
-    """Every rank's loss of every micro-batch is the oracle's."""
-    for rank in range(evidence.world):
-        for seen in evidence.expected("loss", rank):
-            got = evidence.history.get(rank, "loss", **seen.where)
+    """Every rank's loss of every micro-batch, and of evaluation, is the oracle's."""
+    # whether evaluation takes over rank 0's buffers is not part of that convention
+    unsure = evidence.conventions.buffers == "rank0" and "buffers" in evidence.model.traits
+    for what in ("loss",) if unsure else ("loss", "eval_loss"):
+        for rank, seen, got in observed(evidence, what):
             ledger.number(
                 got,
                 seen.value,
-                evidence.oracle.bound(rank, "loss", dict(seen.where)),
-                name=f"loss at {place(seen.where, rank)}",
+                evidence.oracle.bound(rank, what, dict(seen.where)),
+                name=f"{what.replace('_', ' ')} at {place(seen.where, rank)}",
                 moment=seen.moment,
                 suspects=lambda rank=rank, seen=seen: _loss_suspects(evidence, rank, seen),
                 rank=rank,
@@ -43,13 +37,19 @@ def losses_value(evidence: Evidence, ledger: Ledger) -> None:
 
 
 def _loss_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Suspect]:
-    """The loss that the weights of the step before would give, and the other ranks' losses."""
-    reference = evidence.oracle.reference
-    stale = reference.find(rank, "stale_loss", seen.where)
-    found: list[Suspect] = [] if stale is None else [(Cause.STALE, stale.value)]
+    """The loss that older weights give, the other ranks' losses, and sums and parts of them."""
+    reference, micro_batches = evidence.oracle.reference, evidence.case.accumulation
+    expected = as_tensor(seen.value)
+    stale = reference.find(rank, f"stale_{seen.what}", seen.where)
+    found: list[Suspect] = [] if stale is None else [(Cause.STALE, as_tensor(stale.value))]
     for other in range(evidence.world):
         if other != rank:
-            found.append((Cause.OTHER_RANK, reference.get(other, "loss", **seen.where)))
+            found.append(
+                (Cause.OTHER_RANK, as_tensor(reference.get(other, seen.what, **seen.where)))
+            )
+    found.append((Cause.SUMMED_NOT_AVERAGED, expected * evidence.world))
+    found.append((Cause.DIVIDED_TWICE, expected / micro_batches))
+    found.append((Cause.DIVIDED_TWICE, expected / evidence.world))
     return found
 
 
@@ -75,27 +75,6 @@ def gradients_scale(evidence: Evidence, ledger: Ledger) -> None:
             )
 
 
-def common_factor(
-    evidence: Evidence, rank: int, seen: Observation, got: Mapping[str, Any]
-) -> tuple[float | None, float, float]:
-    """(factor over all gradients, largest relative deviation from it, its bound)."""
-    pairs = [
-        (got[key].double().flatten(), expected.double().flatten(), key)
-        for key, expected in seen.value.items()
-        if isinstance(expected, Tensor)
-        and isinstance(got.get(key), Tensor)
-        and got[key].shape == expected.shape
-    ]
-    square = sum(float(e @ e) for _, e, _ in pairs)
-    if square == 0:
-        return None, 0.0, 0.0
-    factor = sum(float(g @ e) for g, e, _ in pairs) / square
-    scale = max(float(e.abs().max()) for _, e, _ in pairs)
-    error = max(float((g - factor * e).abs().max()) for g, e, _ in pairs) / scale
-    bounds = (evidence.oracle.bound(rank, "gradients", dict(seen.where), k) for _, _, k in pairs)
-    return factor, error, max(bounds) / scale * max(1.0, abs(factor)) + 1e-6
-
-
 def scale_cause(factor: float, evidence: Evidence) -> Cause:
     """What a common factor points to."""
     known = {
@@ -119,42 +98,6 @@ def gradients_value(evidence: Evidence, ledger: Ledger) -> None:
     )
 
 
-def gradient_suspects(evidence: Evidence) -> Any:
-    """Candidates for a wrong gradient: see `conformance.explain`."""
-    reference = evidence.oracle.reference
-
-    def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
-        expected = seen.value[key]
-        found: list[Suspect] = [
-            (Cause.SUMMED_NOT_AVERAGED, expected * evidence.world),
-            (Cause.DIVIDED_TWICE, expected / evidence.world),
-        ]
-        if evidence.case.accumulation > 1:
-            found.append((Cause.DIVIDED_TWICE, expected / evidence.case.accumulation))
-            found += _found(
-                reference, 0, "gradients_last_micro", seen, key, Cause.LAST_MICRO_BATCH_ONLY
-            )
-        found += _found(reference, rank, "gradients_of_rank", seen, key, Cause.NOT_REDUCED)
-        for other in range(evidence.world):
-            if other != rank:
-                found += _found(reference, other, "gradients_of_rank", seen, key, Cause.OTHER_RANK)
-        before = {**seen.where, "step": int(seen.where["step"]) - 1}
-        earlier = reference.find(rank, "gradients", before)
-        if earlier is not None and earlier.value.get(key) is not None:
-            found.append((Cause.STALE, earlier.value[key]))
-        return found
-
-    return suspects
-
-
-def _found(
-    history: Any, rank: int, what: str, seen: Observation, key: str, cause: Cause
-) -> list[Suspect]:
-    other = history.find(rank, what, seen.where)
-    value = None if other is None else other.value.get(key)
-    return [] if value is None else [(cause, value)]
-
-
 @check("parameters.first_step", profile="core")
 def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
     """The first optimizer step changes every parameter by what it changes it in the oracle."""
@@ -166,6 +109,8 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
         start = reference.get(rank, "parameters", step=-1)
         assert seen is not None
         for key, expected_after in seen.value.items():
+            if key not in before or key not in after:
+                continue  # a missing parameter is reported at the end
             expected = expected_after - start[key]
             got = after[key] - before[key]
             ledger.number(
@@ -174,14 +119,36 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
                 evidence.oracle.bound(rank, "parameters", {"step": 0}, key),
                 name=f"change of {key} in step 0, rank {rank},",
                 moment=seen.moment,
-                suspects=lambda expected=expected: [
-                    (Cause.SUMMED_NOT_AVERAGED, expected * evidence.world),
-                    (Cause.DIVIDED_TWICE, expected / evidence.world),
-                ],
+                suspects=lambda rank=rank, key=key: first_step_suspects(evidence, rank, key),
                 rank=rank,
                 step=0,
                 fqn=key,
             )
+
+
+def first_step_suspects(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
+    """The first change of one parameter from a wrong gradient, or from a used optimizer."""
+    reference = evidence.oracle.reference
+    start = reference.get(rank, "parameters", step=-1)[key]
+    gradient = reference.get(rank, "gradients", step=0)[key]
+    if gradient is None:
+        return []
+    optimizer, world = OPTIMIZERS[evidence.case.optimizer], evidence.world
+    own = reference.get(rank, "gradients_of_rank", step=0).get(key)
+    last = reference.get(rank, "gradients_last_micro", step=0).get(key)
+    wrong = (
+        (Cause.SUMMED_NOT_AVERAGED, gradient * world),
+        (Cause.DIVIDED_TWICE, gradient / world),
+        (Cause.LAST_MICRO_BATCH_ONLY, last),
+        (Cause.NOT_REDUCED, own),
+    )
+    found = [
+        (cause, stepped(optimizer, start, [value]) - start)
+        for cause, value in wrong
+        if value is not None
+    ]
+    advanced = stepped(optimizer, start, [gradient], warm_up=True) - start
+    return [*found, (Cause.WRONG_STEP_COUNT, advanced)]
 
 
 @check("parameters.end", profile="core", scenarios=ANY_TRAINING | {"two_forwards"})
@@ -198,12 +165,13 @@ def parameters_end(evidence: Evidence, ledger: Ledger) -> None:
     )
 
 
-def parameter_suspects(evidence: Evidence) -> Any:
+def parameter_suspects(evidence: Evidence) -> Suspects:
     """Candidates for a wrong parameter: its value one step before."""
 
     def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
         before = {**seen.where, "step": int(seen.where["step"]) - 1}
         earlier = evidence.oracle.reference.find(rank, seen.what, before)
-        return [] if earlier is None else [(Cause.STALE, earlier.value[key])]
+        stale = None if earlier is None else earlier.value.get(key)
+        return [] if stale is None else [(Cause.STALE, stale)]
 
     return suspects

@@ -1,6 +1,19 @@
 """Wrappers with one deliberate, named defect: the proof that a check can fail."""
 
-from conformance.mutants import training  # noqa: F401 - imported for registration
+from conformance.mutants import (  # noqa: F401 - imported for registration
+    accumulation,
+    checkpoint,
+    clipping,
+    communication,
+    completion,
+    dtypes,
+    memory,
+    optimizer,
+    robustness,
+    sharding,
+    structure,
+    training,
+)
 from conformance.mutants.registry import MUTANTS, Mutant, mutant_named
 
 __all__ = ["MUTANTS", "Mutant", "mutant_named"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from conformance.adapter import Adapter
 from conformance.causes import Cause
 from conformance.errors import unknown
+from conformance.verdicts import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Mutant:
         case: the case on which it is measured.
         world: smallest world in which the defect shows.
         defect: the class that overrides the adapter's verbs.
+        verdict: what the check must say.
+        timeout: seconds after which its case is ended from outside; ``None`` for the run's own.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Mutant:
     case: str
     world: int
     defect: type[Adapter]
+    verdict: Verdict = Verdict.FAIL
+    timeout: float | None = None
 
     @contextmanager
     def planted(self, adapter: Adapter) -> Iterator[Adapter]:
@@ -67,11 +72,15 @@ def mutant(  # noqa: PLR0913 - a row of the register, by name
     variant: str = "default",
     bugs: tuple[str, ...] = (),
     world: int = 2,
+    verdict: Verdict = Verdict.FAIL,
+    timeout: float | None = None,
 ) -> Callable[[type[Adapter]], type[Adapter]]:
     """Register a defect class; its name in snake case names the mutant."""
 
     def register(defect: type[Adapter]) -> type[Adapter]:
         name = "".join(f"_{c.lower()}" if c.isupper() else c for c in defect.__name__).lstrip("_")
+        if name in MUTANTS:
+            raise ValueError(f"mutant {name!r} is registered twice; rename one of the classes")
         MUTANTS[name] = Mutant(
             name=name,
             why=(defect.__doc__ or "").strip().splitlines()[0],
@@ -83,6 +92,8 @@ def mutant(  # noqa: PLR0913 - a row of the register, by name
             case=case,
             world=world,
             defect=defect,
+            verdict=verdict,
+            timeout=timeout,
         )
         return defect
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from conformance.adapter import Adapter, LossFn, Wrapped
+from conformance.adapter import Adapter, BuildConfig, LossFn, OptimizerFactory, Wrapped
 from conformance.causes import Cause
 from conformance.mutants.registry import mutant
 
@@ -32,6 +32,45 @@ class RowsShiftedByOne(Adapter):
         for p in w.module.parameters():
             if p.grad is not None:
                 p.grad.copy_(p.grad.roll(1, 0))
+
+
+@mutant(
+    check="gradients.value",
+    cause=Cause.NOT_REDUCED,
+    case="mlp/train/optimizer=sgd",
+    bugs=("pytorch/pytorch#60118", "pytorch/pytorch#187732"),
+)
+class NeverReduced(Adapter):
+    """Every rank trains on its own gradients."""
+
+    def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Always as if more micro-batches were to come."""
+        with self.no_sync(w):
+            return super().forward(w, batch, loss_fn)
+
+
+@mutant(
+    check="parameters.first_step",
+    cause=Cause.WRONG_STEP_COUNT,
+    case="mlp/train/optimizer=adamw",
+    bugs=("NVIDIA/Megatron-LM#5974",),
+)
+class WarmUpAdvancesOptimizer(Adapter):
+    """Optimizer state is materialised by a step that counts, so the first real step is too small."""
+
+    def build(
+        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
+    ) -> Wrapped:
+        """A step with zero gradients and learning rate 0."""
+        w = super().build(model, make_optimizer, config)
+        group = w.optimizer.param_groups[0]
+        rate, group["lr"] = group["lr"], 0.0
+        for p in w.module.parameters():
+            p.grad = torch.zeros_like(p)
+        w.optimizer.step()
+        w.optimizer.zero_grad()
+        group["lr"] = rate
+        return w
 
 
 @mutant(check="losses.value", cause=Cause.STALE, case="mlp/train/optimizer=sgd")

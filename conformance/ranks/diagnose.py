@@ -210,11 +210,7 @@ def _gave_up_waiting(dead: Sequence[RankTrace], missing: Missing) -> bool:
 
 def _hang(missing: Missing, traces: Sequence[RankTrace], now: float) -> Diagnosis:
     absent, record = missing.absent, missing.record
-    name = wording.collective(record)
-    if absent.report is not None:
-        parts = [f"rank {absent.rank} ended without entering {name}"]
-    else:
-        parts = [f"rank {absent.rank} never entered {name}"]
+    parts = [_never(missing)]
     for trace in traces:
         if trace.waiting and trace is not absent:
             parts.append(_waits(trace, now, known=record))
@@ -270,6 +266,14 @@ def _partial_skip(skipped: Sequence[RankTrace], traces: Sequence[RankTrace], now
     ]
     parts += [_waits(trace, now) for trace in others if trace.waiting]
     return "; ".join(parts)
+
+
+def _never(missing: Missing) -> str:
+    absent, record = missing.absent, missing.record
+    how = "never" if absent.report is None else "ended and never"
+    verb = {"send": "received", "recv": "sent what answers"}.get(record.op, "entered")
+    by = f" of rank {missing.present.rank}" if verb != "entered" else ""
+    return f"rank {absent.rank} {how} {verb} {wording.collective(record)}{by}"
 
 
 def _unfinished(missing: Missing) -> str:

@@ -107,7 +107,7 @@ class _Rank:
             options["device_id"] = self.device
         dist.init_process_group(
             self.backend,
-            store=dist.distributed_c10d.FileStore(setup.store, setup.world),
+            store=dist.FileStore(setup.store, setup.world),  # type: ignore[attr-defined]
             rank=setup.rank,
             world_size=setup.world,
             timeout=GROUP_TIMEOUT,
@@ -175,7 +175,7 @@ def _take_device(setup: RankSetup) -> torch.device:
     present = torch.accelerator.device_count()
     if setup.rank >= present:
         raise RuntimeError(
-            f"world {setup.world} needs {setup.world} devices of type {setup.device}, got {present}; "
+            f"world {setup.world} needs as many devices of type {setup.device}, got {present}; "
             "use a smaller world, or cpu"
         )
     device = torch.device(setup.device, setup.rank)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from conformance.scenarios.checkpoint import checkpoint
+from conformance.scenarios.memory import memory
 from conformance.scenarios.run import Clip, Run
 
 EVAL_BEFORE_STEP = 4
@@ -75,13 +76,14 @@ def two_forwards(run: Run) -> None:
         run.observe_built(w)
     for step in range(2):
         with run.phase(f"step {step}"):
+            seen = run.watch(w, step)
             run.mark(f"step {step}/both")
             losses = [run.adapter.forward(w, run.batch(step, i), run.model.loss) for i in (0, 1)]
             for micro, loss in enumerate(losses):
                 run.writer.write("loss", loss.detach(), step=step, micro=micro)
                 run.adapter.backward(w, loss / 2)
-            with run.side_door():
-                run.writer.write("gradients", run.adapter.full_gradients(w), step=step)
+            seen("gradients")
+            run.observe_gradients(seen, step)
             run.adapter.optimizer_step(w)
             run.adapter.zero_grad(w)
             with run.side_door():
@@ -110,5 +112,6 @@ SCENARIOS: Mapping[str, Scenario] = {
             needs=frozenset({"two_forwards", "gradients"}),
         ),
         Scenario(name="eval_first", program=eval_first, why="evaluation before any training"),
+        Scenario(name="memory", program=memory, why="live bytes, in a pass of their own"),
     )
 }

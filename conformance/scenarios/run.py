@@ -6,7 +6,7 @@ The same code runs on a rank with a wrapped model and in the oracle with all ran
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,9 @@ from conformance.case import Case
 from conformance.history import flatten
 from conformance.models import ModelCase
 from conformance.optimizers import OPTIMIZERS
+
+PERTURBATION = 0.25
+"""By how much a fresh model's weights differ from the model's, before a checkpoint is loaded."""
 
 BUILT = -1  # the "step" of what is observed before the first step
 
@@ -135,7 +138,7 @@ class Run:
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
                     if tensor.is_floating_point():
-                        tensor.add_(0.25)
+                        tensor.add_(PERTURBATION)
         return model if self.dtype == torch.float32 else model.to(self.dtype)
 
     def build(
@@ -158,6 +161,7 @@ class Run:
         )
         model = self.bare_model(perturbed=perturbed)
         wrapped = self.adapter.build(model, optimizer or self.optimizer, config)
+        self.writer.write("remarks", list(wrapped.remarks))
         if self.recorder is not None:
             self.recorder.name_modules(self.adapter.bare(wrapped))
         return wrapped
@@ -219,7 +223,7 @@ class Run:
     def observe_stored(self, w: Wrapped, step: int) -> None:
         """Bytes of the storages that this rank holds for parameters and optimizer state."""
         held = self.adapter.local_tensors(w)
-        self.writer.write("stored", {k: storage_bytes(v) for k, v in held.items()}, step=step)
+        self.writer.write("stored", flatten({k: stored_bytes(v) for k, v in held.items()}), step=step)
 
     def evaluate(self, w: Wrapped, index: int, *, batch: tuple[int, int] = (99, 0)) -> None:
         """An evaluation pass, and what it left of parameters and buffers."""
@@ -258,7 +262,17 @@ class Watch:
             return self.run.adapter.full_gradients(self.wrapped)
 
 
-def storage_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+def stored_bytes(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Bytes of the distinct storages behind `tensors`, by dtype.
+
+    A view counts with its whole storage: what it keeps alive is stored.
+    """
+    counted: set[int] = set()
+    total: dict[str, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            total[dtype] = total.get(dtype, 0) + storage.nbytes()
+    return total

@@ -242,9 +242,7 @@ class ReducePlan:
             ]
             self._gaps[key] = gaps
         spare = iter(gaps)
-        return [
-            next(spare) if param is None else gradients[param] for param, _ in self._order
-        ]
+        return [next(spare) if param is None else gradients[param] for param, _ in self._order]
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's part of every parameter as a view of ``shard`` (S,)."""

@@ -31,7 +31,8 @@ def untraced(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(method, recursive=True)(*args, **kwargs)
+            hidden: Callable[P, R] = torch._dynamo.disable(method, recursive=True)
+            return hidden(*args, **kwargs)
         return method(*args, **kwargs)
 
     return call

@@ -86,6 +86,11 @@ def managed_states(
     return list(params), list(buffers)
 
 
+def _has_inner_tensors(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a subclass around others, whose ``data`` cannot be set."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def move_to(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Move ``tensors`` to ``device`` in place; those on meta stay there.
 
@@ -102,10 +107,8 @@ def move_to(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
                     "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
                     f"{kind} for DTensor and {device.type} for FSDP"
                 )
-            raise AssertionError(
-                f"Expects DTensor to be moved to {kind} but got {tensor.device}"
-            )
-        if is_traceable_wrapper_subclass(tensor):
+            raise AssertionError(f"Expects DTensor to be moved to {kind} but got {tensor.device}")
+        if _has_inner_tensors(tensor):
             with torch.no_grad():
                 moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, moved)

@@ -140,9 +140,7 @@ class Exposure(Protocol):
     def leaf(self, param: FSDPParam, whole: torch.Tensor) -> nn.Parameter:
         """Make the autograd leaf over ``whole``, which has a version counter of its own."""
 
-    def post_forward(
-        self, param: FSDPParam, piece: torch.Tensor, mesh: Any
-    ) -> nn.Parameter:
+    def post_forward(self, param: FSDPParam, piece: torch.Tensor, mesh: Any) -> nn.Parameter:
         """Make what is registered when ``piece`` remains after forward on a smaller mesh."""
 
     def plain_gradient(self, param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ reduce its gradients. When it is told so is the business of the unit (``unit.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ _ALIGN = 8
 _ALIGN_BYTES = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """What the groups of one call have in common: the face's two axes and the user's policies."""
+
+    device: torch.device
+    exposure: Exposure
+    lay_out: LayOut
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+
+
 class FSDPParamGroup:
     """One group: its layout, its shard, its whole buffer, and what is in flight for it."""
 
@@ -46,27 +58,23 @@ class FSDPParamGroup:
         modules: tuple[nn.Module, ...],
         info: DataParallelMeshInfo,
         post_forward: DataParallelMeshInfo | None,
-        device: torch.device,
-        *,
-        exposure: Exposure,
-        lay_out: LayOut,
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
+        options: GroupOptions,
     ) -> None:
         self.fsdp_params = list(params)
         self.modules = modules
         self.mesh_info = info
         self.post_forward_mesh_info = post_forward
-        self.device = device
-        self.exposure = exposure
-        self.mp_policy = mp_policy
-        self.offload = isinstance(offload_policy, CPUOffloadPolicy)
-        self.pin_memory = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+        self.device = options.device
+        self.exposure = options.exposure
+        self.mp_policy = options.mp_policy
+        policy = options.offload_policy
+        self.offload = isinstance(policy, CPUOffloadPolicy)
+        self.pin_memory = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
         self.comm_ctx: FSDPCommContext | None = None
         self.module_fqn = ""
         self.index_in_state = 0
         self.groups_in_state = 1
-        self._lay_out = lay_out
+        self._lay_out = options.lay_out
         self._training_state = TrainingState.IDLE
         self._sharded_state = ShardedState.SHARDED
 
@@ -114,9 +122,7 @@ class FSDPParamGroup:
         sized = zip(self.fsdp_params, dtypes, strict=True)
         return [p.extent.in_bytes(dtype.itemsize) for p, dtype in sized], torch.uint8
 
-    def _make_layout(
-        self, dtypes: Sequence[torch.dtype], world: int
-    ) -> tuple[Layout, torch.dtype]:
+    def _make_layout(self, dtypes: Sequence[torch.dtype], world: int) -> tuple[Layout, torch.dtype]:
         extents, unit = self._extents(dtypes)
         align = _ALIGN_BYTES if unit.itemsize == 1 else _ALIGN
         return self._lay_out(extents, world, align=align), unit
@@ -221,9 +227,7 @@ class FSDPParamGroup:
                 f"'{self.module_fqn}'"
             )
         if len({param.reduce_dtype for param in trainable}) > 1:
-            raise AssertionError(
-                f"FSDP expects uniform reduce dtype in '{self.module_fqn}'"
-            )
+            raise AssertionError(f"FSDP expects uniform reduce dtype in '{self.module_fqn}'")
         self._original_dtype = trainable[0].dtype if trainable else self.fsdp_params[0].dtype
         self._ready = True
 
@@ -492,9 +496,7 @@ class FSDPParamGroup:
 
         *Collective* over the shard group, if there are gradients and they are to be reduced.
         """
-        partial_forward = (
-            len(self.modules) > 1 and self._training_state is TrainingState.FORWARD
-        )
+        partial_forward = len(self.modules) > 1 and self._training_state is TrainingState.FORWARD
         self.enter(TrainingState.POST_BACKWARD)
         if not self.reduce_grads:
             self._accumulate()

@@ -52,11 +52,11 @@ class NullStreams:
     def current(self) -> None:
         """Return the only stream there is."""
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:  # noqa: ARG002
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Run the body."""
         return nullcontext()
 
-    def record(self, stream: Any = None) -> None:  # noqa: ARG002
+    def record(self, stream: Any = None) -> None:
         """Return an event that is over."""
 
     def wait(self, stream: Any, event: Any) -> None:

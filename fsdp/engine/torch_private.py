@@ -76,7 +76,7 @@ def reduce_scatter(
 
 def premul_sum(factor: float) -> Any:
     """Return the reduction "multiply by ``factor``, then sum"; only nccl knows it."""
-    return dist._make_nccl_premul_sum(factor)
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], world: int, out: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def dtensor_of(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor object itself; ``to_local`` makes a view through autograd."""
-    return cast("torch.Tensor", cast("DTensor", tensor)._local_tensor)
+    return cast("DTensor", tensor)._local_tensor
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward is over; autograd has no public hook for it."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def graph_task() -> int:

@@ -40,9 +40,7 @@ def _map_dict(
     function: Callable[[torch.Tensor], torch.Tensor], tree: dict[Any, Any]
 ) -> dict[Any, Any]:
     changed = {
-        key: new
-        for key, old in tree.items()
-        if (new := map_tensors(function, old)) is not old
+        key: new for key, old in tree.items() if (new := map_tensors(function, old)) is not old
     }
     if not changed:
         return tree

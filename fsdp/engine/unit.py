@@ -247,9 +247,7 @@ class FSDPState:
             for state in self.forward_prefetch:
                 for group in state.groups:
                     with trace("forward_prefetch", group):
-                        group.unshard(
-                            async_op=group.unshard_async_op, phase=TrainingState.FORWARD
-                        )
+                        group.unshard(async_op=group.unshard_async_op, phase=TrainingState.FORWARD)
         return args, kwargs
 
     def _begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -288,7 +286,7 @@ class FSDPState:
             return args, kwargs
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard as the policy says and hook the outputs, after ``module`` ran."""
         if output is None and sys.exc_info()[0] is not None:
             # Always-called hooks run with no output when forward raised.

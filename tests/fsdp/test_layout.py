@@ -1,6 +1,7 @@
 """Laws of layouts, as integers: no processes, no model."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ def test_every_unit_has_a_place_in_the_unsharded_buffer(drawn):
         for start, shape in zip(layout.unsharded_offsets, shapes, strict=True)
         if math.prod(shape)
     )
-    assert all(left[1] <= right[0] for left, right in zip(spans, spans[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in pairwise(spans))
     assert all(stop <= layout.total_numel for _, stop in spans)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from conformance.models import TRAITS, case, cases
 
-TEN = (
+CASES = (
     "mlp",
     "transformer",
     "uneven",
@@ -19,12 +19,13 @@ TEN = (
     "nested_io",
     "reused",
     "strided",
+    "wide",
 )
 
 
 def test_the_cases_are_listed_in_a_fixed_order() -> None:
-    assert tuple(cases()) == TEN
-    assert [one.name for one in cases().values()] == list(TEN)
+    assert tuple(cases()) == CASES
+    assert [one.name for one in cases().values()] == list(CASES)
 
 
 def test_a_case_is_found_by_its_name() -> None:
@@ -47,7 +48,7 @@ def test_a_name_like_no_other_is_answered_with_the_list() -> None:
         case("zzz")
 
 
-@pytest.mark.parametrize("name", TEN)
+@pytest.mark.parametrize("name", CASES)
 def test_a_reason_is_one_sentence_and_is_nobody_elses(name: str) -> None:
     why = case(name).why
     assert why.endswith(".")

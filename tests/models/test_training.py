@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.models import ModelCase, cases, concatenate, map_tensors, move
 
@@ -20,6 +22,22 @@ LOSS_MOVES_BY = 0.15  # of the first loss; measured: 0.17 (transformer, SGD) and
 ROWS_DIFFER_BY = 2e-5  # of the largest element; measured: 6.5e-5 (a bias of the transformer)
 SMALLEST_GRADIENT = 0.01  # largest element of a parameter's gradient; measured: 0.031
 PLACES_DIFFER_BY = 0.01  # of the largest element; measured: 0.016 (a bias of the strided case)
+
+
+class ResultDtypes(TorchDispatchMode):
+    """Notes the dtype of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = out if isinstance(out, (list, tuple)) else [out]
+        self.seen |= {result.dtype for result in results if isinstance(result, Tensor)}
+        return out
 
 
 def relative_change(left: Tensor, right: Tensor) -> float:
@@ -120,13 +138,13 @@ def test_training_repeats_bit_for_bit(case: ModelCase) -> None:
 
 
 @every_case
-def test_a_case_runs_in_float64_and_agrees(case: ModelCase) -> None:
+def test_a_case_runs_in_float64_throughout_and_agrees(case: ModelCase) -> None:
     single = facts.used_gradients(case, case.batch(0, 0, 0))
     module = case.build().double()
     batch = map_tensors(lambda t: t.double() if t.is_floating_point() else t, case.batch(0, 0, 0))
-    loss = case.loss(module, batch)
-    loss.backward()
-    assert loss.dtype == torch.float64
+    with ResultDtypes() as results:
+        case.loss(module, batch).backward()
+    assert {dtype for dtype in results.seen if dtype.is_floating_point} == {torch.float64}
     double = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     assert set(double) == set(single)
     assert max(relative_change(single[n].double(), double[n]) for n in single) < 1e-5

@@ -44,14 +44,14 @@ def imports(module: Module) -> set[str]:
     return found
 
 
-def mentions(module: Module) -> set[str]:
-    """What the module imports, the dotted names it spells out, and strings that are such names."""
-    found = imports(module)
+def dotted_names(module: Module) -> set[str]:
+    """The dotted names that the module spells out as an expression, or as a whole string."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(module.source)):
         if isinstance(node, ast.Attribute):
             found.add(ast.unparse(node))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= set(re.findall(r"^[A-Za-z_][\w.:]*$", node.value.strip()))
+            found |= set(re.findall(r"^\w+(?:\.\w+)+(?::\w+)?$", node.value.strip()))
     return found
 
 
@@ -82,7 +82,7 @@ def in_models(name: str) -> bool:
 
 
 def in_oracle(name: str) -> bool:
-    return below(name, "conformance.oracle")
+    return bool(re.match(r"conformance\.oracle(?:_\w+)?(?:\.|$)", name))
 
 
 def may_name_torch_fsdp(name: str) -> bool:
@@ -95,8 +95,11 @@ def faults(module: Module) -> Iterator[tuple[str, str]]:
     """(name used, rule broken) for every import rule that the module breaks by itself."""
     for rule, applies, forbidden in RULES:
         if applies(module.name):
-            used = mentions(module) if below(module.name, *PACKAGES.values()) else imports(module)
-            yield from ((name, rule) for name in sorted(used) if forbidden(name))
+            yield from ((name, rule) for name in sorted(imports(module)) if forbidden(name))
+    if below(module.name, *PACKAGES.values()) and not may_name_torch_fsdp(module.name):
+        for name in sorted(dotted_names(module)):
+            if below(name, TORCH_FSDP):
+                yield name, "only the torch adapters name torch.distributed.fsdp, in any form"
     for face, own in FACES.items():
         if below(module.name, *own):
             others = [name for other, names in FACES.items() if other != face for name in names]
@@ -122,7 +125,7 @@ RULES: tuple[tuple[str, Callable[[str], bool], Callable[[str], bool]], ...] = (
         lambda name: below(name, "fsdp", "conformance") and not in_models(name),
     ),
     (
-        "only the torch adapters and the interop tests name torch.distributed.fsdp",
+        "only the torch adapters and the interop tests import torch.distributed.fsdp",
         lambda name: not may_name_torch_fsdp(name),
         lambda name: below(name, TORCH_FSDP),
     ),
@@ -202,6 +205,7 @@ def test_a_planted_violation_is_found(name: str, source: str, found: str) -> Non
         ("conformance.adapters.torch_fsdp", "from torch.distributed import fsdp"),
         ("conformance.run", "'''Beside torch.distributed.fsdp.'''\nimport fsdp"),
         ("tests.interop.test_a", "from torch.distributed.fsdp import fully_shard"),
+        ("fsdp.engine.mesh", "DIM = 'fsdp'\nfsdp = mesh['fsdp']\nfsdp.size()"),
         ("tests.ranks.test_a", "NAME = 'torch.distributed.fsdp'"),
     ],
 )

@@ -112,7 +112,8 @@ def test_pytest_starts_the_workers_that_the_project_asks_for(
     setting = f"{RANKS_OPTION} = {ranks}\n" if ranks else ""
     (project / "pytest.ini").write_text(f"[pytest]\n{setting}")
     monkeypatch.setenv("WANTED", wanted)
-    done = start(project, "-n", "auto", "-W", "error")
+    # Loaded first, the plugin would be asked last, after xdist, if its hook did not say otherwise.
+    done = start(project, "-p", "fsdp_conformance", "-n", "auto", "-W", "error")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

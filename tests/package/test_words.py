@@ -13,7 +13,6 @@ PARTS = (
     ("/wo", "rk/"),
     ("/tmp/", "venv"),
     ("/ro", "ot/"),
-    ("/ho", "me/"),
     ("/opt/", "pypi"),
     (r"\.lib", "rary"),
     ("sub", "agent"),

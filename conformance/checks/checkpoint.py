@@ -1,0 +1,275 @@
+"""States that are saved and loaded, and the training that goes on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from conformance.case import Case
+from conformance.causes import MEANING, Cause
+from conformance.checks.evidence import Evidence, Ledger, Moment, compare_trees, place
+from conformance.checks.optimizer import is_value
+from conformance.checks.registry import check
+from conformance.explain import Suspect
+from conformance.history import Observation, as_tensor
+from conformance.models import ModelCase
+from conformance.scenarios.checkpoint import STEPS_BEFORE
+from conformance.scenarios.run import PERTURBATION
+
+CHECKPOINT = frozenset({"checkpoint"})
+SAVED = {"step": STEPS_BEFORE - 1}
+"""Where the last observation before the save was made."""
+
+
+def full_or_sharded(case: Case, model: ModelCase) -> bool:
+    """A state in memory whose keys are parameter names."""
+    return case.option("kind") in ("full", "sharded")
+
+
+def full(case: Case, model: ModelCase) -> bool:
+    """A full state in memory."""
+    return case.option("kind") == "full"
+
+
+@check("state_dict.keys", profile="checkpoint", scenarios=CHECKPOINT, applies=full_or_sharded)
+def state_dict_keys(evidence: Evidence, ledger: Ledger) -> None:
+    """The model state has exactly the keys of the bare module's."""
+    for rank, seen, got in _layouts(evidence):
+        if not seen.value:
+            continue  # this rank was to get none: `state_dict.tensors` looks at that
+        # a renamed key is both: it is told by what stands there, not by what does not
+        for key in [*sorted(got), *sorted(seen.value.keys() - got.keys())]:
+            cause = Cause.UNEXPECTED_KEY if key in got else Cause.MISSING_KEY
+            ledger.hold(
+                key in got and key in seen.value,
+                moment=seen.moment,
+                cause=cause,
+                sentence=f"model state of rank {rank}: {MEANING[cause]}: {key}",
+                rank=rank,
+                fqn=key,
+            )
+
+
+@check("state_dict.tensors", profile="checkpoint", scenarios=CHECKPOINT, applies=full_or_sharded)
+def state_dict_tensors(evidence: Evidence, ledger: Ledger) -> None:
+    """Entries of the model state have the right shape, dtype and device, on the right ranks."""
+    for rank, seen, got in _layouts(evidence):
+        ledger.hold(
+            not got or bool(seen.value),
+            moment=seen.moment,
+            cause=Cause.UNEXPECTED_KEY,
+            sentence=f"rank {rank} was given {len(got)} entries of a full state that was asked for"
+            " on rank 0 only",
+            rank=rank,
+        )
+        for key in sorted(got.keys() & seen.value.keys()):
+            for facet, cause in _FACETS.items():
+                value, expected = got[key][facet], seen.value[key][facet]
+                ledger.hold(
+                    value == expected,
+                    moment=seen.moment,
+                    cause=cause,
+                    sentence=f"{facet} of {key} in the model state of rank {rank} is {value},"
+                    f" expected {expected}: {MEANING[cause]}",
+                    rank=rank,
+                    fqn=key,
+                    got=value,
+                    expected=expected,
+                )
+
+
+_FACETS: Mapping[str, Cause] = {
+    "shape": Cause.WRONG_SHAPE,
+    "dtype": Cause.WRONG_DTYPE,
+    "device": Cause.WRONG_DEVICE,
+}
+
+
+def _layouts(evidence: Evidence) -> Iterator[tuple[int, Observation, Mapping[str, Any]]]:
+    """(rank, what the oracle's model state looks like, what the wrapper's does)."""
+    for rank in range(evidence.world):
+        for seen in evidence.expected("model_state_layout", rank):
+            yield rank, seen, evidence.history.get(rank, "model_state_layout")
+
+
+@check("state_dict.bare_load", profile="checkpoint", scenarios=CHECKPOINT, applies=full)
+def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
+    """The full model state loads strictly into the bare module, bit for bit."""
+    for rank in range(evidence.world):
+        for seen in evidence.expected("bare", rank):
+            got = evidence.history.get(rank, "bare")
+            held = {
+                **evidence.history.get(rank, "buffers", **SAVED),
+                **evidence.history.get(rank, "parameters", **SAVED),
+            }
+            for key, expected in seen.value.items():
+                if key not in got or key not in held:
+                    ledger.hold(
+                        False,
+                        moment=seen.moment,
+                        cause=Cause.MISSING_KEY,
+                        sentence=f"{key} did not reach the bare module of rank {rank}",
+                        rank=rank,
+                        fqn=key,
+                    )
+                    continue
+                bound = evidence.oracle.bound(rank, "bare", {}, key)
+                for reference, limit in ((held[key], 0.0), (expected, bound)):
+                    ledger.number(
+                        got[key],
+                        reference,
+                        limit,
+                        name=f"{key} in the bare module of rank {rank}",
+                        moment=seen.moment,
+                        suspects=lambda rank=rank, key=key: fresh_values(evidence, rank, key),
+                        rank=rank,
+                        fqn=key,
+                    )
+
+
+def fresh_values(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
+    """What a parameter is in a freshly built model before anything is loaded into it."""
+    start = evidence.oracle.reference.find(rank, "parameters", {"step": -1})
+    if start is None or key not in start.value:
+        return []
+    return [(Cause.NOT_LOADED, start.value[key] + PERTURBATION)]
+
+
+@check("resume.model", profile="checkpoint", scenarios=CHECKPOINT)
+def resume_model(evidence: Evidence, ledger: Ledger) -> None:
+    """After the load parameters and buffers are those that were saved, bit for bit."""
+    for rank in range(evidence.world):
+        for what in ("parameters", "buffers"):
+            for seen in evidence.expected(f"loaded_{what}", rank):
+                got = evidence.history.get(rank, seen.what, **seen.where)
+                owners = saving_ranks(evidence, rank) if what == "buffers" else [rank]
+                saved = [evidence.history.get(owner, what, **SAVED) for owner in owners]
+                _compare_loaded(evidence, ledger, seen, got, saved, rank)
+
+
+def saving_ranks(evidence: Evidence, rank: int) -> list[int]:
+    """Ranks whose buffers `rank` may find after the load, its own first.
+
+    Buffers differ between ranks. A state that only rank 0 has brings rank 0's; into a directory
+    one rank, no matter which, writes what is not sharded.
+    """
+    case = evidence.case
+    if case.option("kind") == "save":
+        return [rank, *(other for other in range(evidence.world) if other != rank)]
+    return [0] if full(case, evidence.model) and case.option("options") == "explicit" else [rank]
+
+
+def _compare_loaded(  # noqa: PLR0913 - private; one observation of one rank
+    evidence: Evidence,
+    ledger: Ledger,
+    seen: Observation,
+    got: Mapping[str, Any],
+    saved: list[Mapping[str, Any]],
+    rank: int,
+) -> None:
+    for key in sorted({*got, *saved[0]}):
+        if key not in got or key not in saved[0]:
+            _hold_key(ledger, seen.moment, key, rank, present=key in got)
+            continue
+        value = as_tensor(got[key])
+        candidates = [as_tensor(tree[key]) for tree in saved]
+        equal = [c for c in candidates if c.shape == value.shape and bool((c == value).all())]
+        ledger.number(
+            value,
+            (equal or candidates)[0],
+            0.0,
+            name=f"{key} after the load, rank {rank},",
+            moment=seen.moment,
+            suspects=lambda key=key: fresh_values(evidence, rank, key),
+            rank=rank,
+            fqn=key,
+        )
+
+
+def _hold_key(ledger: Ledger, moment: Moment, key: str, rank: int, *, present: bool) -> None:
+    cause = Cause.UNEXPECTED_KEY if present else Cause.MISSING_KEY
+    ledger.hold(
+        False,
+        moment=moment,
+        cause=cause,
+        sentence=f"{key} after the load, rank {rank}: {MEANING[cause]}",
+        rank=rank,
+        fqn=key,
+    )
+
+
+@check("resume.optimizer", profile="checkpoint", scenarios=CHECKPOINT)
+def resume_optimizer(evidence: Evidence, ledger: Ledger) -> None:
+    """After the load the optimizer's state is the saved one, and so are the steps that follow."""
+    for rank in range(evidence.world):
+        for seen in evidence.expected("loaded_optimizer_state", rank):
+            got = _values(evidence.history.get(rank, seen.what, **seen.where))
+            saved = _values(evidence.history.get(rank, "optimizer_state", **SAVED))
+            ledger.hold(
+                bool(got) or not saved,
+                moment=seen.moment,
+                cause=Cause.NOT_LOADED,
+                sentence=f"the optimizer of rank {rank} has no state after the load:"
+                f" {MEANING[Cause.NOT_LOADED]}",
+                rank=rank,
+            )
+            if got:
+                _compare_optimizer(ledger, seen, got, saved, rank)
+    _compare_steps_after(evidence, ledger)
+
+
+def _values(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: as_tensor(value) for key, value in state.items() if is_value(key)}
+
+
+def _compare_optimizer(
+    ledger: Ledger,
+    seen: Observation,
+    got: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
+    rank: int,
+) -> None:
+    for key in sorted({*got, *saved}):
+        if key not in got or key not in saved:
+            _hold_key(ledger, seen.moment, f"optimizer state {key}", rank, present=key in got)
+            continue
+        ledger.number(
+            got[key],
+            saved[key],
+            0.0,
+            name=f"optimizer state {key} after the load, rank {rank},",
+            moment=seen.moment,
+            suspects=lambda key=key: [
+                (Cause.PERMUTED, value)
+                for other, value in saved.items()
+                if other != key and value.shape == saved[key].shape
+            ],
+            rank=rank,
+            fqn=key,
+        )
+
+
+def _compare_steps_after(evidence: Evidence, ledger: Ledger) -> None:
+    """Losses and parameters of the steps after the load are the oracle's."""
+    for rank in range(evidence.world):
+        for seen in evidence.expected("loss", rank):
+            if seen.where["step"] < STEPS_BEFORE:
+                continue
+            ledger.number(
+                evidence.history.get(rank, "loss", **seen.where),
+                seen.value,
+                evidence.oracle.bound(rank, "loss", dict(seen.where)),
+                name=f"loss after the load at {place(seen.where, rank)}",
+                moment=seen.moment,
+                rank=rank,
+                **seen.where,
+            )
+    compare_trees(
+        evidence,
+        ledger,
+        "parameters",
+        noun="parameter after the load",
+        only=lambda where: where["step"] >= STEPS_BEFORE,
+    )

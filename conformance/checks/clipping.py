@@ -1,0 +1,151 @@
+"""Gradient clipping: the norm that is returned, and the gradients that are left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from conformance.causes import Cause
+from conformance.checks.evidence import Evidence, Ledger, compare_trees, observed, place
+from conformance.checks.registry import check
+from conformance.checks.gradients import GRADIENTS
+from conformance.explain import Suspect
+from conformance.history import Observation, as_tensor
+
+CLIPS = frozenset({"clip.p1", "clip.p2", "clip.pinf"})
+
+
+def bites(seen: Observation) -> bool:
+    """Whether the oracle's norm is above the threshold; otherwise clipping changes nothing."""
+    return float(seen.value) > float(seen.where["max_norm"])
+
+
+@check("clip.norm", profile="core", any_of=CLIPS)
+def clip_norm(evidence: Evidence, ledger: Ledger) -> None:
+    """The norm that clipping returns is that of the whole gradient, every element counted once."""
+    ledger.notes += [f"not claimed: {clip}" for clip in sorted(CLIPS - evidence.capabilities)]
+    for rank, seen, got in observed(evidence, "grad_norm"):
+        if not bites(seen):
+            continue
+        name = f"{seen.where['p']}-norm at {place(seen.where, rank)}"
+        if got is None:
+            ledger.hold(
+                False,
+                moment=seen.moment,
+                cause=Cause.MISSING_KEY,
+                sentence=f"{name}: clipping returned no norm",
+                rank=rank,
+                **seen.where,
+            )
+            continue
+        ledger.number(
+            got,
+            seen.value,
+            evidence.oracle.bound(rank, "grad_norm", dict(seen.where)),
+            name=name,
+            moment=seen.moment,
+            suspects=lambda rank=rank, seen=seen: [
+                (cause, as_tensor(seen.value).new_tensor(value))
+                for cause, value in wrong_norms(evidence, rank, seen)
+            ],
+            rank=rank,
+            **seen.where,
+        )
+
+
+def wrong_norms(evidence: Evidence, rank: int, seen: Observation) -> list[tuple[Cause, float]]:
+    """The norms that known defects give, most particular first."""
+    p, expected = float(seen.where["p"]), float(seen.value)
+    step, world = int(seen.where["step"]), evidence.world
+    returned = [evidence.history.find(r, "grad_norm", seen.where) for r in range(world)]
+    parts = [float(each.value) for each in returned if each is not None and each.value is not None]
+    found: list[tuple[Cause, float]] = []
+    if len(parts) == world and max(parts) > min(parts):
+        whole = combined(parts, p)
+        bound = world * evidence.oracle.bound(rank, "grad_norm", dict(seen.where))
+        if abs(whole - expected) <= bound:  # the ranks' norms make up the whole one
+            found.append((Cause.LOCAL_NORM, parts[rank]))
+    reference = evidence.oracle.reference
+    reduced = reference.get(rank, "gradients", step=step)
+    found += [(Cause.LOCAL_NORM, norm) for norm in local_norms(reduced, p, world)]
+    found += [
+        (Cause.NOT_REDUCED, norm_of(reference.get(r, "gradients_of_rank", step=step), p))
+        for r in range(world)
+    ]
+    every_name = norm_of(reduced, p)
+    if every_name > expected * (1 + 1e-6):
+        found.append((Cause.COUNTED_TWICE, every_name))
+    if not math.isinf(p):
+        for times in sorted({world, evidence.replicas} - {1}):
+            found.append((Cause.COUNTED_TWICE, expected * times ** (1 / p)))
+    found.append((Cause.SUMMED_NOT_AVERAGED, expected * world))
+    found.append((Cause.DIVIDED_TWICE, expected / world))
+    found.append((Cause.DIVIDED_TWICE, expected / evidence.case.accumulation))
+    return found
+
+
+def local_norms(gradients: Mapping[str, Tensor | None], p: float, world: int) -> list[float]:
+    """Norms of one rank's part when every gradient is cut on dim 0."""
+    cut = [
+        (g.reshape(1) if g.dim() == 0 else g).chunk(world)
+        for g in gradients.values()
+        if isinstance(g, Tensor)
+    ]
+    return [
+        norm_of({str(i): c[rank] for i, c in enumerate(cut) if rank < len(c)}, p)
+        for rank in range(world)
+    ]
+
+
+def norm_of(gradients: Mapping[str, Tensor | None], p: float) -> float:
+    """p-norm over all entries, a tied parameter once per name."""
+    parts = [
+        float(g.double().norm(p)) for g in gradients.values() if isinstance(g, Tensor) and g.numel()
+    ]
+    return combined(parts, p)
+
+
+def combined(parts: list[float], p: float) -> float:
+    """The p-norm of the whole from the p-norms of its parts."""
+    if not parts:
+        return 0.0
+    if math.isinf(p):
+        return max(parts)
+    return float(sum(part**p for part in parts) ** (1 / p))
+
+
+@check("clip.gradients", profile="core", needs=GRADIENTS, any_of=CLIPS)
+def clip_gradients(evidence: Evidence, ledger: Ledger) -> None:
+    """After clipping every gradient is the oracle's clipped gradient."""
+    norms = {
+        seen.where["step"]: seen for seen in evidence.expected("grad_norm") if bites(seen)
+    }
+    compare_trees(
+        evidence,
+        ledger,
+        "clipped",
+        noun="clipped gradient of",
+        only=lambda where: where["step"] in norms,
+        suspects=clipped_suspects(evidence, norms),
+    )
+
+
+def clipped_suspects(
+    evidence: Evidence, norms: Mapping[Any, Observation]
+) -> Callable[[int, Observation, str], list[Suspect]]:
+    """The gradient as it was before, and as it is after clipping by a wrong norm."""
+
+    def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
+        norm = norms[seen.where["step"]]
+        before = evidence.oracle.reference.get(rank, "gradients", step=seen.where["step"])
+        limit = float(norm.where["max_norm"])
+        found: list[Suspect] = [(Cause.NOT_CLIPPED, before[key])]
+        for cause, wrong in wrong_norms(evidence, rank, norm):
+            if wrong > 0:
+                found.append((cause, before[key] * min(1.0, limit / wrong)))
+        return found
+
+    return suspects

@@ -1,0 +1,89 @@
+"""What several checks know about gradients: their common scale, and what a wrong one looks like.
+
+Registers no check: modules of checks import it without disturbing their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from conformance.case import Case
+from conformance.causes import Cause
+from conformance.checks.evidence import Evidence, Suspects
+from conformance.checks.registry import TRAINING
+from conformance.explain import Suspect
+from conformance.history import History, Observation
+from conformance.models import ModelCase
+
+ANY_TRAINING = TRAINING | {"eval_first", "checkpoint"}
+GRADIENTS = frozenset({"gradients"})
+
+
+def one_micro_batch(case: Case, model: ModelCase) -> bool:
+    """A step is a single backward."""
+    return case.accumulation == 1
+
+
+def several_micro_batches(case: Case, model: ModelCase) -> bool:
+    """A step accumulates."""
+    return case.accumulation > 1
+
+
+def common_factor(
+    evidence: Evidence, rank: int, seen: Observation, got: Mapping[str, Any]
+) -> tuple[float | None, float, float]:
+    """(factor over all gradients, largest relative deviation from it, its bound)."""
+    pairs = [
+        (got[key].double().flatten(), expected.double().flatten(), key)
+        for key, expected in seen.value.items()
+        if isinstance(expected, Tensor)
+        and isinstance(got.get(key), Tensor)
+        and got[key].shape == expected.shape
+    ]
+    square = sum(float(e @ e) for _, e, _ in pairs)
+    if square == 0:
+        return None, 0.0, 0.0
+    factor = sum(float(g @ e) for g, e, _ in pairs) / square
+    scale = max(float(e.abs().max()) for _, e, _ in pairs)
+    error = max(float((g - factor * e).abs().max()) for g, e, _ in pairs) / scale
+    bounds = (evidence.oracle.bound(rank, "gradients", dict(seen.where), k) for _, _, k in pairs)
+    return factor, error, max(bounds) / scale * max(1.0, abs(factor)) + 1e-6
+
+
+def gradient_suspects(evidence: Evidence) -> Suspects:
+    """Candidates for a wrong gradient: see `conformance.explain`."""
+    reference = evidence.oracle.reference
+
+    def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
+        expected = seen.value[key]
+        found: list[Suspect] = [
+            (Cause.SUMMED_NOT_AVERAGED, expected * evidence.world),
+            (Cause.DIVIDED_TWICE, expected / evidence.world),
+        ]
+        if evidence.case.accumulation > 1:
+            found.append((Cause.DIVIDED_TWICE, expected / evidence.case.accumulation))
+        found += _found(
+            reference, 0, "gradients_last_micro", seen, key, Cause.LAST_MICRO_BATCH_ONLY
+        )
+        found += _found(reference, rank, "gradients_of_rank", seen, key, Cause.NOT_REDUCED)
+        for other in range(evidence.world):
+            if other != rank:
+                found += _found(reference, other, "gradients_of_rank", seen, key, Cause.OTHER_RANK)
+        before = {**seen.where, "step": int(seen.where["step"]) - 1}
+        earlier = reference.find(rank, "gradients", before)
+        if earlier is not None and earlier.value.get(key) is not None:
+            found.append((Cause.STALE, earlier.value[key]))
+        return found
+
+    return suspects
+
+
+def _found(
+    history: History, rank: int, what: str, seen: Observation, key: str, cause: Cause
+) -> list[Suspect]:
+    other = history.find(rank, what, seen.where)
+    value = None if other is None else other.value.get(key)
+    return [] if value is None else [(cause, value)]

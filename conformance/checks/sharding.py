@@ -1,0 +1,121 @@
+"""Something is really sharded: bytes that the ranks store, against what sharding would need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from conformance.causes import MEANING, Cause
+from conformance.checks.evidence import Evidence, Ledger
+from conformance.checks.registry import check
+from conformance.history import as_tensor
+
+PARTS: Mapping[str, str] = {"parameters": "shard.parameters", "optimizer": "shard.optimizer"}
+ALIGNMENT = 16
+"""Bytes to which flat layouts may round each parameter up."""
+
+Shapes = list[tuple[int, ...]]
+
+
+@check("sharding.bytes", profile="sharding", any_of=frozenset(PARTS.values()))
+def sharding_bytes(evidence: Evidence, ledger: Ledger) -> None:
+    """All ranks together store no more than sharding needs of what is claimed to be sharded."""
+    for part, capability in PARTS.items():
+        if capability not in evidence.capabilities:
+            ledger.notes.append(f"{capability} is not claimed")
+            continue
+        stored = _stored(evidence, part)
+        due = shapes(evidence, part)
+        for dtype in sorted({*stored, *due}):
+            _judge(evidence, ledger, part, dtype, stored.get(dtype, 0), due.get(dtype))
+
+
+def _stored(evidence: Evidence, part: str) -> dict[str, int]:
+    """Bytes on all ranks together, by dtype."""
+    total: dict[str, int] = {}
+    for rank in range(evidence.world):
+        for key, value in evidence.history.get(rank, "stored", step=0).items():
+            name, _, dtype = key.partition("/")
+            if name == part:
+                total[dtype] = total.get(dtype, 0) + int(value)
+    return total
+
+
+def shapes(evidence: Evidence, part: str) -> dict[str, Shapes]:
+    """The oracle's shapes of one part, by dtype; a tied parameter counts once."""
+    once = {name for name, _ in evidence.model.build().named_parameters()}
+    what = {"parameters": "parameters", "optimizer": "optimizer_state"}[part]
+    found: dict[str, Shapes] = {}
+    for key, value in evidence.oracle.reference.get(0, what, step=0).items():
+        fqn = key if part == "parameters" else key.rpartition("/")[0]
+        tensor = as_tensor(value)
+        if fqn in once and (part == "parameters" or tensor.dim()):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.setdefault(dtype, []).append(tuple(tensor.shape))
+    return found
+
+
+def _judge(  # noqa: PLR0913 - private; one part in one dtype
+    evidence: Evidence,
+    ledger: Ledger,
+    part: str,
+    dtype: str,
+    stored: int,
+    due: Shapes | None,
+) -> None:
+    # what is kept in a dtype that the model does not have is a second copy of the whole
+    counted = due or [shape for each in shapes(evidence, part).values() for shape in each]
+    size = size_of(dtype)
+    whole = size * sum(numel(shape) for shape in counted)
+    shards = evidence.world // evidence.replicas
+    allowed = evidence.replicas * needed(counted, size, shards)
+    if allowed >= evidence.world * whole:
+        ledger.notes.append(f"{part}: too small to tell sharded from replicated")
+        return
+    seen = evidence.oracle.reference.find(0, "stored", {"step": 0})
+    assert seen is not None
+    ledger.hold(
+        stored <= allowed,
+        moment=seen.moment,
+        cause=Cause.NOT_SHARDED,
+        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together, sharding"
+        f" needs {allowed}, one full copy {whole}: {MEANING[Cause.NOT_SHARDED]}",
+        got=stored,
+        expected=allowed,
+        step=0,
+    )
+    ledger.hold(
+        due is None or stored >= evidence.replicas * whole,
+        moment=seen.moment,
+        cause=Cause.UNEXPLAINED,
+        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together, which is"
+        f" less than their {evidence.replicas * whole}: local_tensors() does not show all of them",
+        got=stored,
+        expected=evidence.replicas * whole,
+        step=0,
+    )
+
+
+def needed(counted: Iterable[tuple[int, ...]], size: int, shards: int) -> int:
+    """Bytes of all shards: rows dealt out in equal chunks, or a flat layout, whichever is more."""
+    total = 0
+    for shape in counted:
+        rows, row = (shape[0], numel(shape[1:])) if shape else (1, 1)
+        chunked = -(-rows // shards) * shards * row * size
+        flat = -(-numel(shape) * size // ALIGNMENT) * ALIGNMENT + shards * size
+        total += max(chunked, flat)
+    return total
+
+
+def numel(shape: Iterable[int]) -> int:
+    """Elements of a tensor of this shape."""
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of one element of the dtype of this name."""
+    return int(getattr(torch, dtype).itemsize)

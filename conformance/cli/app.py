@@ -1,0 +1,157 @@
+"""The commands and their options; each one's work is imported when it is called.
+
+Wrong usage is one line and status 64, whether the option parser or the suite finds it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from conformance.errors import UsageError
+from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
+
+PROGRAM = "fsdp-conformance"
+
+app = typer.Typer(
+    name=PROGRAM,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Run a sharded training wrapper beside an unsharded oracle, and judge it.",
+)
+
+World = Annotated[int, typer.Option(help="Number of ranks.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, or the type of the accelerator.")]
+Timeout = Annotated[float, typer.Option(help="Seconds after which one case is ended.")]
+Seed = Annotated[int, typer.Option(help="Of every random number.")]
+Jobs = Annotated[
+    int | None, typer.Option(help="Cases at once; by default cores (or accelerators) // world.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing but the report.")]
+
+
+@app.command()
+def run(  # noqa: PLR0913 - one parameter an option
+    adapter: Annotated[
+        list[str], typer.Argument(help="Names of adapters, or package.module:Class.")
+    ],
+    world: World = 2,
+    device: Device = "auto",
+    variant: Annotated[str | None, typer.Option(help="Pattern; without it all variants.")] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="Profile of checks; repeatable.")] = None,
+    check: Annotated[list[str] | None, typer.Option(help="Pattern of checks; repeatable.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Pattern of models; repeatable.")] = None,
+    expect: Annotated[Path | None, typer.Option(help="File of expected findings.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the log and the histories.")] = None,
+    jobs: Jobs = None,
+    timeout: Timeout = 60.0,
+    seed: Seed = 0,
+    quiet: Quiet = False,  # noqa: FBT002 - typer's form of a flag
+) -> None:
+    """Judge adapters: every variant, every check, every model."""
+    from conformance.cli.running import RunOptions, run_command
+    from conformance.work import Selection
+
+    selection = Selection(
+        adapters=tuple(adapter),
+        variant=variant,
+        profiles=tuple(profile or ()),
+        checks=tuple(check or ()),
+        models=tuple(model or ()),
+    )
+    options = RunOptions(
+        world=world,
+        device=device,
+        expect=expect,
+        out=out,
+        jobs=jobs,
+        timeout=timeout,
+        seed=seed,
+        quiet=quiet,
+    )
+    raise typer.Exit(run_command(selection, options, sys.argv[1:]))
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="checks, adapters, models, mutants, capabilities.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,  # noqa: FBT002
+) -> None:
+    """Show what there is."""
+    from conformance.cli.listing import listing
+
+    typer.echo(listing(what, as_json=as_json))
+
+
+@app.command()
+def repro(
+    id: Annotated[str, typer.Argument(help="Id of a finding, as every output shows it.")],
+    world: World = 2,
+    device: Device = "auto",
+    mutant: Annotated[str | None, typer.Option(help="A defect to plant first.")] = None,
+    timeout: Timeout = 60.0,
+) -> None:
+    """Repeat one finding."""
+    from conformance.cli.repeating import repro_command
+
+    raise typer.Exit(
+        repro_command(id, world=world, device=device, mutant=mutant, timeout=timeout)
+    )
+
+
+@app.command()
+def recheck(
+    directory: Annotated[Path, typer.Argument(help="Folder of a run made with --out.")],
+) -> None:
+    """Judge a stored run again, without ranks."""
+    from conformance.cli.repeating import recheck_command
+
+    raise typer.Exit(recheck_command(directory))
+
+
+@app.command()
+def selftest(
+    world: World = 2, device: Device = "auto", jobs: Jobs = None, timeout: Timeout = 60.0
+) -> None:
+    """Plant every defect, and see that its check reports it first, with its cause."""
+    from conformance.cli.selftesting import selftest_command
+
+    raise typer.Exit(selftest_command(world=world, device=device, jobs=jobs, timeout=timeout))
+
+
+def main() -> None:
+    """Entry point of the command; never returns."""
+    # as `python -m` does: adapters of the working directory can be named
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    wrong_usage = typer.BadParameter.__bases__[0]
+    status: int
+    try:
+        returned = app(prog_name=PROGRAM, standalone_mode=False)
+        status = returned if isinstance(returned, int) else 0
+    except UsageError as error:
+        status = _complain(str(error), EXIT_USAGE)
+    except wrong_usage as error:
+        status = _complain(error.format_message(), EXIT_USAGE)
+    except (KeyboardInterrupt, typer.Abort):
+        status = _complain("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_INTERNAL
+    except Exception:
+        traceback.print_exc()
+        status = _complain("internal fault; please report the lines above", EXIT_INTERNAL)
+    sys.exit(status)
+
+
+def _complain(sentence: str, status: int) -> int:
+    line = " ".join(sentence.split())
+    sys.stderr.write(f"{PROGRAM}: {line}\n")
+    return status

@@ -1,0 +1,106 @@
+"""The command ``list``: checks, adapters, models, mutants, capabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from conformance.adapter import CAPABILITIES
+from conformance.adapters import BUILT_IN, make_adapter
+from conformance.checks import CHECKS
+from conformance.errors import unknown
+from conformance.models import cases
+from conformance.mutants import MUTANTS
+from conformance.report.text import indented
+
+Row = dict[str, Any]
+
+
+def listing(what: str, *, as_json: bool) -> str:
+    """The list called `what`, as a table or as JSON.
+
+    Raises:
+        UsageError: there is no such list.
+    """
+    if what not in LISTS:
+        raise unknown("list", what, LISTS)
+    rows = LISTS[what]()
+    return json.dumps(rows, indent=2) if as_json else _table(rows)
+
+
+def _checks() -> list[Row]:
+    return [
+        {
+            "check": check.id,
+            "profile": check.profile,
+            "needs": ", ".join(sorted(check.needs)),
+            "sentence": check.sentence,
+        }
+        for check in CHECKS.values()
+    ]
+
+
+def _adapters() -> list[Row]:
+    rows: list[Row] = []
+    for name in BUILT_IN:
+        adapter, _ = make_adapter(name)
+        variants = type(adapter).variants
+        rows.append(
+            {
+                "adapter": name,
+                "variants": ", ".join(variants),
+                "claims": ", ".join(sorted(adapter.capabilities)),
+            }
+        )
+    return rows
+
+
+def _models() -> list[Row]:
+    return [
+        {"model": name, "traits": ", ".join(sorted(case.traits)), "why": case.why}
+        for name, case in cases().items()
+    ]
+
+
+def _mutants() -> list[Row]:
+    return [
+        {
+            "mutant": mutant.name,
+            "check": mutant.check,
+            "cause": str(mutant.cause),
+            "base": mutant.base,
+            "case": mutant.case,
+            "world": mutant.world,
+            "bugs": ", ".join(mutant.bugs),
+            "why": mutant.why,
+        }
+        for mutant in MUTANTS.values()
+    ]
+
+
+def _capabilities() -> list[Row]:
+    return [{"capability": name, "meaning": meaning} for name, meaning in CAPABILITIES.items()]
+
+
+LISTS: Mapping[str, Callable[[], list[Row]]] = {
+    "checks": _checks,
+    "adapters": _adapters,
+    "models": _models,
+    "mutants": _mutants,
+    "capabilities": _capabilities,
+}
+
+
+def _table(rows: list[Row]) -> str:
+    """Each row as its name with the short fields, and below it the long ones, wrapped."""
+    blocks: list[str] = []
+    for row in rows:
+        (_, name), *fields = row.items()
+        lines = [str(name)]
+        for key, value in fields:
+            if value not in ("", None):
+                label = "" if key in ("sentence", "meaning", "why") else f"{key}: "
+                lines += indented(f"{label}{value}", 4)
+        blocks.append("\n".join(lines))
+    return "\n".join(blocks)

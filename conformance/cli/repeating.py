@@ -1,0 +1,190 @@
+"""The commands that repeat: ``repro`` runs one finding anew, ``recheck`` judges a stored run."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from conformance.case import Case
+from conformance.checks import CHECKS
+from conformance.cli.running import HISTORIES
+from conformance.errors import UsageError, unknown
+from conformance.expectations import Expectations
+from conformance.item import Item
+from conformance.machine import device_for
+from conformance.matrix import Matrix, NotStored
+from conformance.models import cases
+from conformance.mutants import mutant_named
+from conformance.optimizers import OPTIMIZERS
+from conformance.plan import Planned
+from conformance.probes import probed_capabilities
+from conformance.report.lines import LOG_NAME, Log, LogError, Reported, Role, dumps, finding_line
+from conformance.report.lines import read_log
+from conformance.report.log import RunLog, status_of
+from conformance.report.text import WIDTH, finding_text, indented, report_text
+from conformance.scenarios import SCENARIOS
+from conformance.session import Session, Setting, Subject, slug
+from conformance.verdicts import EXIT_OK, exit_status, parse_finding_id
+from conformance.work import items_of_log, planned_again
+
+COMPLETED = "run.completed"
+
+
+def repro_command(
+    id: str, *, world: int, device: str, mutant: str | None, timeout: float
+) -> int:
+    """Run the case of one finding and judge it; returns the exit status of that finding.
+
+    Raises:
+        UsageError: the id names nothing that exists, or the setting does not fit this machine.
+    """
+    item, wanted, seed = item_of(id, mutant)
+    device = device_for(device, world)
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
+        setting = Setting(
+            world=world, device=device, seed=seed, timeout=timeout, directory=Path(name)
+        )
+        with Session(setting) as session:
+            matrix = Matrix(
+                histories=lambda i: session.run(i.subject, i.planned.case, probe=i.planned.probe),
+                root=setting.directory,
+                world=world,
+                seed=seed,
+                with_control=mutant is None,
+            )
+            reported = matrix.report(item)
+    for one in reported:
+        if one.finding.check == wanted:
+            sys.stdout.write(detail_text(one))
+    others = [one for one in reported if one.finding.check != wanted]
+    if others:
+        sys.stdout.write("\nthe other checks of this case, first divergence first:\n")
+        sys.stdout.writelines(f"  {finding_text(one)}\n" for one in others)
+    found = [one.finding.verdict for one in reported if one.finding.check == wanted]
+    return EXIT_OK if item.role is Role.PROBE else exit_status(found)
+
+
+def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
+    """(what to run, the check that was asked for, the seed) of a finding's id.
+
+    Raises:
+        UsageError: some part of it does not exist.
+    """
+    try:
+        check, adapter, variant, text, seed = parse_finding_id(id)
+        case = Case.parse(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    subject = Subject(adapter=adapter, variant=variant, mutant=mutant)
+    if mutant is not None:
+        mutant_named(mutant)
+    subject.make()
+    for kind, name, known in (
+        ("model", case.model, cases()),
+        ("scenario", case.scenario, SCENARIOS),
+        ("optimizer", case.optimizer, OPTIMIZERS),
+    ):
+        if name not in known:
+            raise unknown(kind, name, known)
+    probe = probed_capabilities(check)
+    if not probe and check not in (COMPLETED, *CHECKS):
+        raise unknown("check", check, (COMPLETED, *CHECKS))
+    planned = planned_again(text, probe, list(CHECKS.values()))
+    if not probe and check not in (COMPLETED, *(c.id for c in planned.checks)):
+        raise UsageError(f"check {check} says nothing about the case {case}")
+    role = Role.PROBE if probe else Role.JUDGED
+    return Item(subject=subject, planned=planned, role=role), check, seed
+
+
+def detail_text(reported: Reported) -> str:
+    """One finding with everything that is known about it."""
+    finding = reported.finding
+    lines = [f"{finding.verdict}  {finding.id}", *indented(finding.sentence, 6)]
+    if finding.cause is not None:
+        lines.append(f"      cause: {finding.cause}")
+    if finding.error is not None:
+        lines.append(f"      error {finding.error:.3g}, bound {finding.bound:.3g}")
+    for key, value in finding.where.items():
+        text = str(value)
+        if "\n" in text:
+            lines += [f"      {key}:", *(f"        {line}" for line in text.splitlines())]
+        elif len(text) < WIDTH:
+            lines.append(f"      {key}: {text}")
+    return "\n".join(lines) + "\n"
+
+
+def recheck_command(directory: Path) -> int:
+    """Judge a stored run again; returns the exit status of the new findings.
+
+    Raises:
+        UsageError: `directory` does not hold the log of a run.
+    """
+    try:
+        stored = read_log(directory / LOG_NAME)
+    except LogError as error:
+        raise UsageError(f"recheck {directory}: {error}") from error
+    log, missing = judge_again(stored, directory)
+    sys.stdout.write(report_text(log))
+    sys.stdout.write(comparison_text(stored, log, missing) + "\n")
+    return status_of(log.reported, log.footer["stale_expectations"] if log.footer else ())
+
+
+def judge_again(stored: Log, directory: Path) -> tuple[Log, int]:
+    """(the log of judging the stored histories now, how many cases have no history)."""
+    expectations = Expectations.of(stored.header["expectations"])
+    root = directory / HISTORIES
+    matrix = Matrix(
+        histories=_stored_histories(root),
+        root=root,
+        world=stored.header["world"],
+        seed=stored.header["seed"],
+        expectations=expectations,
+    )
+    missing = 0
+    with RunLog(None, stored.header) as log:
+        for item in items_of_log(stored):
+            try:
+                found = matrix.report(item)
+            except NotStored:
+                missing += 1
+                continue
+            for one in found:
+                log.add(one)
+        if stored.footer is not None:
+            stale = [] if stored.header["narrowed"] else expectations.stale()
+            log.finish(stale=stale, seconds=stored.footer["seconds"])
+        return log.log, missing
+
+
+def _stored_histories(root: Path) -> Callable[[Item], Path]:
+    def find(item: Item) -> Path:
+        directory = root / item.subject.folder / slug(item.planned.case, item.planned.probe)
+        if not (directory / "case.json").exists():
+            raise NotStored(f"{directory} holds no complete history")
+        return directory
+
+    return find
+
+
+def comparison_text(stored: Log, log: Log, missing: int) -> str:
+    """How the findings differ from those of the run, in one line or one line each."""
+    before = {_key(one): one for one in stored.reported}
+    after = {_key(one): one for one in log.reported}
+    lines = [
+        f"changed: {before[key].finding.verdict} -> {finding_text(after[key])}"
+        for key in after
+        if key in before and dumps(finding_line(before[key])) != dumps(finding_line(after[key]))
+    ]
+    lines += [f"new: {finding_text(after[key])}" for key in after if key not in before]
+    gone = [key for key in before if key not in after]
+    if gone:
+        lines.append(f"not judged again: {len(gone)} findings, of {missing} cases without history")
+    if not lines:
+        lines = [f"recheck: all {len(after)} findings are the same"]
+    return "\n".join(lines)
+
+
+def _key(one: Reported) -> tuple[str, str]:
+    return str(one.role), one.finding.id

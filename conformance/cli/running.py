@@ -1,0 +1,154 @@
+"""The command ``run``: from options to a log, its derived files and an exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.cli.show import Progress, progress_for
+from conformance.errors import UsageError
+from conformance.expectations import Expectations, read_expectations
+from conformance.header import header
+from conformance.item import Item
+from conformance.machine import default_jobs, device_for
+from conformance.matrix import Matrix
+from conformance.report.junit import write_junit
+from conformance.report.lines import LOG_NAME, Role
+from conformance.report.log import RunLog
+from conformance.report.text import report_text
+from conformance.session import Session, Setting
+from conformance.work import Selection, Work, work_of
+from conformance.verdicts import EXIT_INTERRUPTED
+
+HISTORIES = "histories"
+PROBE_TIMEOUT = 20.0
+"""Seconds; a capability that is tried out unasked must not hold up a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of ``run`` that do not select what is judged; see the command's help."""
+
+    world: int
+    device: str
+    expect: Path | None
+    out: Path | None
+    jobs: int | None
+    timeout: float
+    seed: int
+    quiet: bool
+
+
+def run_command(selection: Selection, options: RunOptions, command: Sequence[str]) -> int:
+    """Judge a selection; returns the exit status.
+
+    Raises:
+        UsageError: before anything is written or started.
+    """
+    device = device_for(options.device, options.world)
+    if options.jobs is not None and options.jobs < 1:
+        raise UsageError(f"--jobs {options.jobs}: at least 1")
+    if options.timeout <= 0:
+        raise UsageError(f"--timeout {options.timeout:g}: more than 0 seconds")
+    expectations = read_expectations(options.expect) if options.expect else Expectations()
+    work = work_of(selection)
+    jobs = options.jobs or default_jobs(options.world, device)
+    with _folder(options.out) as folder:
+        setting = Setting(
+            world=options.world,
+            device=device,
+            seed=options.seed,
+            timeout=options.timeout,
+            directory=folder / HISTORIES,
+        )
+        fields = header(work, selection, setting, expectations, command)
+        started = time.monotonic()
+        with (
+            RunLog(folder, fields) as log,
+            progress_for(len(work.items), quiet=options.quiet) as progress,
+        ):
+            try:
+                judge_all(work, setting, expectations, log, progress, jobs)
+            except KeyboardInterrupt:
+                _leave(folder, keep=options.out is not None)
+            stale = [] if selection.narrowed else expectations.stale()
+            status = log.finish(stale=stale, seconds=time.monotonic() - started)
+        if options.out is not None:
+            write_junit(log.log, folder / "junit.xml")
+        sys.stdout.write(report_text(log.log))
+    return status
+
+
+def judge_all(  # noqa: PLR0913 - what a run has
+    work: Work,
+    setting: Setting,
+    expectations: Expectations,
+    log: RunLog,
+    progress: Progress,
+    jobs: int,
+) -> None:
+    """Judge every item and write what was found as it is found."""
+    with Session(setting) as session:
+
+        def histories(item: Item) -> Path:
+            planned = item.planned
+            short = min(PROBE_TIMEOUT, setting.timeout)
+            timeout = short if item.role is Role.PROBE else None
+            return session.run(item.subject, planned.case, probe=planned.probe, timeout=timeout)
+
+        matrix = Matrix(
+            histories=histories,
+            root=setting.directory,
+            world=setting.world,
+            seed=setting.seed,
+            expectations=expectations,
+        )
+        for item, reported in matrix.run(work.items, jobs=jobs):
+            for one in reported:
+                log.add(one)
+            progress.judged(item, reported)
+
+
+@contextlib.contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """The folder of a run: a new one that is kept, or a temporary one.
+
+    Raises:
+        UsageError: `out` holds a run already, or is no folder.
+    """
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
+            yield Path(name)
+        return
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: not a folder")
+    if (out / LOG_NAME).exists() or (out / HISTORIES).exists():
+        raise UsageError(f"--out {out}: holds a run already; name a new folder")
+    try:
+        (out / HISTORIES).mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}") from error
+    yield out.resolve()
+
+
+def _leave(folder: Path, *, keep: bool) -> None:
+    """End at once after an interrupt.
+
+    Threads may be waiting for ranks, which end by themselves when this process is gone; an orderly
+    exit would wait for them.
+    """
+    if keep:
+        sys.stderr.write(f"fsdp-conformance: interrupted; {folder / LOG_NAME} is partial\n")
+    else:
+        sys.stderr.write("fsdp-conformance: interrupted\n")
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_INTERRUPTED)

@@ -1,0 +1,77 @@
+"""What is shown while a run goes on: a progress bar, or one plain line per finding.
+
+The bar stands on standard output's terminal and goes when the report comes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from conformance.item import Item
+from conformance.report.lines import Reported, Role
+from conformance.report.text import finding_text
+from conformance.verdicts import BAD, Verdict
+
+
+class Progress:
+    """Shows nothing."""
+
+    def judged(self, item: Item, reported: Sequence[Reported]) -> None:
+        """Called once per item."""
+
+
+class Lines(Progress):
+    """One plain line per finding."""
+
+    def judged(self, item: Item, reported: Sequence[Reported]) -> None:
+        """Print the item's findings."""
+        for one in reported:
+            sys.stdout.write(finding_text(one) + "\n")
+        sys.stdout.flush()
+
+
+class Live(Progress):
+    """A bar that says how far the run is and how it goes."""
+
+    def __init__(self, bar: Bar, total: int) -> None:
+        """Count up to `total` items on `bar`."""
+        self._bar = bar
+        self._counts: Counter[Verdict] = Counter()
+        self._task = bar.add_task("", total=total, verdicts="", now="")
+
+    def judged(self, item: Item, reported: Sequence[Reported]) -> None:
+        """Advance; bad findings are printed above the bar at once."""
+        for one in reported:
+            if one.role is Role.JUDGED:
+                self._counts[one.finding.verdict] += 1
+                if one.finding.verdict in BAD:
+                    self._bar.console.print(finding_text(one), markup=False, highlight=False)
+        shown = ", ".join(f"{self._counts[v]} {v}" for v in Verdict if self._counts[v])
+        now = f"{item.subject.adapter}/{item.planned.case}"
+        self._bar.update(self._task, advance=1, verdicts=shown, now=now)
+
+
+@contextmanager
+def progress_for(total: int, *, quiet: bool) -> Iterator[Progress]:
+    """What to show for `total` items on the terminal, or without one."""
+    console = Console()
+    if quiet:
+        yield Progress()
+    elif not console.is_terminal:
+        yield Lines()
+    else:
+        columns = (
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[verdicts]}", markup=False),
+        )
+        with Bar(*columns, console=console, transient=True) as bar:
+            yield Live(bar, total)

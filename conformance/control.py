@@ -1,0 +1,75 @@
+"""The run's own control: the baseline wrapper is judged like any other, before and beside them.
+
+``DistributedDataParallel`` does what the oracle describes. Where it fails too, the suite or the
+environment is at fault and not the wrapper under test, and the finding says so. It is judged on a
+few plain cases of every run, and on each case on which a number of a wrapper is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from conformance.adapters import make_adapter
+from conformance.causes import Cause
+from conformance.checks import Check
+from conformance.item import Item
+from conformance.models import ModelCase, cases
+from conformance.plan import Planned, plan
+from conformance.report.lines import Role
+from conformance.session import Subject
+from conformance.verdicts import BAD, Finding, Verdict
+
+CONTROL = Subject(adapter="torch.DistributedDataParallel")
+PLAIN_SCENARIO = "train"
+
+
+def control_cases(checks: Sequence[Check], chosen: Sequence[ModelCase]) -> list[Planned]:
+    """The plain cases: ordinary training of the first chosen model that has any."""
+    capabilities = make_adapter(CONTROL.adapter)[0].capabilities
+    for model in chosen:
+        planned = plan(capabilities, checks, [model])
+        plain = [p for p in planned if p.case.scenario == PLAIN_SCENARIO]
+        if plain:
+            return plain
+    return []
+
+
+def weigh(
+    item: Item, findings: Sequence[Finding], judge: Callable[[Item], Sequence[Finding]]
+) -> list[Finding]:
+    """`findings`, those turned into ERROR that the baseline wrapper gives on the same case too.
+
+    Args:
+        item: what the findings are about.
+        findings: its raw findings.
+        judge: judges the baseline's item; called only if a comparison failed.
+    """
+    failed = {f.check for f in findings if f.verdict is Verdict.FAIL and f.cause != Cause.EXCEPTION}
+    same = None if item.subject.adapter == CONTROL.adapter else _same_case(item, failed)
+    if same is None:
+        return list(findings)
+    baseline = {f.check: f for f in judge(same) if f.verdict in BAD}
+    return [_blamed(f, baseline.get(f.check)) if f.check in failed else f for f in findings]
+
+
+def _same_case(item: Item, failed: set[str]) -> Item | None:
+    """The baseline's item of the same case; ``None`` if nothing failed or it cannot be asked."""
+    checks = [check for check in item.planned.checks if check.id in failed]
+    capabilities = make_adapter(CONTROL.adapter)[0].capabilities
+    model = cases()[item.planned.case.model]
+    for planned in plan(capabilities, checks, [model]):
+        if planned.case == item.planned.case:
+            return Item(subject=CONTROL, planned=planned, role=Role.CONTROL)
+    return None
+
+
+def _blamed(finding: Finding, baseline: Finding | None) -> Finding:
+    if baseline is None:
+        return finding
+    return replace(
+        finding,
+        verdict=Verdict.ERROR,
+        sentence=f"{CONTROL.adapter} fails here too, so the suite or the environment is at fault:"
+        f" {finding.sentence}",
+    )

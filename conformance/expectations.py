@@ -1,0 +1,111 @@
+"""What an adapter is known to get wrong: a file of finding patterns, each with its reason.
+
+    # one line a finding or a family of them; * and ? are wildcards, brackets are plain
+    clip.norm@torch.fully_shard/transformer/*: counts the tied weight twice, reported upstream
+
+    known-flaky:
+    run.completed@torch.fully_shard[offload]/tiny/*: times out on a loaded machine
+
+A bad finding (FAIL, DESYNC, HANG, CRASH) that a line matches becomes XFAIL; a PASS that it matches
+becomes XPASS, which fails the run, so that the line goes when the defect goes. Below
+``known-flaky:`` a PASS stays a PASS. A line above it that matches no finding of a whole run is
+stale and fails the run too; a run that was narrowed (by check, model, profile or variant) does not
+say what is stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.errors import UsageError
+from conformance.globs import matches
+from conformance.verdicts import Finding, Verdict
+
+FLAKY_HEADING = "known-flaky:"
+EXPECTABLE = frozenset({Verdict.FAIL, Verdict.DESYNC, Verdict.HANG, Verdict.CRASH})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """One line of the file.
+
+    Attributes:
+        pattern: over finding ids.
+        reason: why it is expected.
+        flaky: whether passing is as good.
+    """
+
+    pattern: str
+    reason: str
+    flaky: bool = False
+
+
+class Expectations:
+    """All lines of a file; remembers which of them matched something."""
+
+    def __init__(self, lines: Sequence[Expectation] = ()) -> None:
+        """Expectations that nothing has been held against yet."""
+        self.lines = tuple(lines)
+        self._matched: set[str] = set()
+
+    @classmethod
+    def of(cls, stored: Sequence[Mapping[str, Any]]) -> Expectations:
+        """From what `as_json` returned."""
+        return cls([Expectation(**line) for line in stored])
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Plain data, for the header of a log."""
+        return [vars(line).copy() for line in self.lines]
+
+    def apply(self, finding: Finding) -> tuple[Finding, str]:
+        """The finding with the verdict that its first matching line gives it, and the reason."""
+        for line in self.lines:
+            if not matches(finding.id, line.pattern):
+                continue
+            self._matched.add(line.pattern)
+            if finding.verdict in EXPECTABLE:
+                return replace(finding, verdict=Verdict.XFAIL), line.reason
+            if finding.verdict is Verdict.PASS and not line.flaky:
+                return replace(finding, verdict=Verdict.XPASS), line.reason
+            return finding, ""
+        return finding, ""
+
+    def stale(self) -> list[str]:
+        """Patterns that matched no finding, the flaky ones left out."""
+        return [
+            line.pattern
+            for line in self.lines
+            if not line.flaky and line.pattern not in self._matched
+        ]
+
+
+def read_expectations(path: Path) -> Expectations:
+    """Read a file; the module's docstring shows one.
+
+    Raises:
+        UsageError: it cannot be read, or a line is not ``pattern: reason``.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--expect {path}: {error.strerror or error}") from error
+    flaky = False
+    lines: list[Expectation] = []
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        if line == FLAKY_HEADING:
+            flaky = True
+            continue
+        pattern, colon, reason = line.partition(": ")
+        if not colon or not reason.strip() or "@" not in pattern:
+            raise UsageError(
+                f"--expect {path}:{number}: {line!r} is not 'finding pattern: reason', such as"
+                " 'clip.norm@torch.fully_shard/*: counts the tied weight twice'"
+            )
+        lines.append(Expectation(pattern=pattern, reason=reason.strip(), flaky=flaky))
+    return Expectations(lines)

@@ -1,0 +1,46 @@
+"""Defects of steps with several micro-batches."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, Wrapped
+from conformance.causes import Cause
+from conformance.mutants.registry import mutant
+
+
+@mutant(
+    check="accumulation.big_batch",
+    cause=Cause.LAST_MICRO_BATCH_ONLY,
+    case="mlp/train/accumulation=3,optimizer=sgd",
+    bugs=("NVIDIA/Megatron-LM#7186", "pytorch/pytorch#73535"),
+)
+class LastMicroBatchOnly(Adapter):
+    """A backward replaces what earlier micro-batches have left."""
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Drop, then backward."""
+        self.zero_grad(w)
+        super().backward(w, loss)
+
+
+@mutant(
+    check="conventions.kept",
+    cause=Cause.CONVENTION_BROKEN,
+    case="mlp/train/accumulation=3,optimizer=sgd",
+)
+class WrapperDividesToo(Adapter):
+    """The wrapper divides the loss by the micro-batches although it is declared that it does not."""
+
+    _accumulation = 1
+
+    def build(
+        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
+    ) -> Wrapped:
+        """Remember the number of micro-batches."""
+        self._accumulation = config.accumulation
+        return super().build(model, make_optimizer, config)
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Backward of a part of the loss."""
+        super().backward(w, loss / self._accumulation)

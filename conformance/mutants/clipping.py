@@ -1,0 +1,71 @@
+"""Defects of gradient clipping."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from conformance.adapter import Adapter, Wrapped, local, named_parameters
+from conformance.causes import Cause
+from conformance.mutants.registry import mutant
+
+
+@mutant(
+    check="clip.norm",
+    cause=Cause.LOCAL_NORM,
+    case="mlp/train/optimizer=sgd",
+    base="torch.fully_shard",
+    bugs=("pytorch/pytorch#170862",),
+)
+class NormOfLocalShard(Adapter):
+    """Each rank clips by the norm of its own shard."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """No collective."""
+        parts = [local(p.grad) for p in w.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(parts, norm_type)
+        for part in parts:
+            part.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+@mutant(
+    check="clip.norm",
+    cause=Cause.COUNTED_TWICE,
+    case="mlp/train/optimizer=sgd",
+    bugs=("ByteDance-Seed/VeOmni#862",),
+)
+class NormCountsReplicas(Adapter):
+    """The norm counts every replica's gradients, as if they were parts of one whole."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """The 2-norm over W equal replicas is the square root of W times that of one."""
+        twice = [p.grad for p in w.module.parameters() if p.grad is not None] * 2
+        norm = nn.utils.get_total_norm(twice, norm_type)
+        nn.utils.clip_grads_with_norm_(w.module.parameters(), max_norm, norm)
+        return norm
+
+
+@mutant(
+    check="clip.norm",
+    cause=Cause.COUNTED_TWICE,
+    case="transformer/train/optimizer=sgd",
+    bugs=("deepspeedai/DeepSpeed#1945",),
+)
+class NormCountsTiedTwice(Adapter):
+    """A tied parameter counts once per name."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """Walk over names instead of parameters."""
+        named = [p for _, p in named_parameters(w.module)]
+        norm = nn.utils.get_total_norm([p.grad for p in named if p.grad is not None], norm_type)
+        nn.utils.clip_grads_with_norm_(w.module.parameters(), max_norm, norm)
+        return norm
+
+
+@mutant(check="clip.gradients", cause=Cause.NOT_CLIPPED, case="mlp/train/optimizer=sgd")
+class NormWithoutClipping(Adapter):
+    """The right norm is returned and nothing is clipped."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """Measure only."""
+        return super().clip_grad_norm(w, float("inf"), norm_type)

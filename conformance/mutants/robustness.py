@@ -1,0 +1,58 @@
+"""Defects that only unusual sequences show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.adapter import Adapter, LossFn, Wrapped, local
+from conformance.causes import Cause
+from conformance.mutants.registry import mutant
+
+
+@mutant(
+    check="two_forwards.gradients",
+    cause=Cause.LAST_MICRO_BATCH_ONLY,
+    case="mlp/two_forwards",
+    base="torch.fully_shard",
+    bugs=("facebookresearch/fairscale#780", "pytorch/pytorch#136861"),
+)
+class SecondBackwardReplaces(Adapter):
+    """The second backward's gradients take the place of the first's."""
+
+    capabilities = frozenset({"gradients", "two_forwards"})
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Drop, then backward."""
+        self.zero_grad(w)
+        super().backward(w, loss)
+
+
+@mutant(check="eval.unchanged", cause=Cause.CHANGED_BY_EVAL, case="batchnorm/eval_first")
+class EvaluationInTrainingMode(Adapter):
+    """Evaluation runs in training mode and moves the running statistics."""
+
+    def evaluate(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Without `eval`."""
+        with torch.no_grad():
+            return loss_fn(w.module, batch)
+
+
+@mutant(
+    check="eval.unchanged",
+    cause=Cause.CHANGED_BY_EVAL,
+    case="mlp/eval_first",
+    bugs=("PsycheFoundation/nousnet#285",),
+)
+class EvaluationRoundsParameters(Adapter):
+    """Evaluation casts parameters to bfloat16 and back."""
+
+    def evaluate(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Evaluate, then round."""
+        loss = super().evaluate(w, batch, loss_fn)
+        for p in w.module.parameters():
+            kept = local(p.detach())
+            kept.copy_(kept.to(torch.bfloat16))
+        return loss

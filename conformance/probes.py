@@ -1,0 +1,46 @@
+"""What came of trying out a capability that an adapter does not claim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from conformance.plan import Planned
+from conformance.verdicts import Finding, Verdict
+
+CLAIM_PREFIX = "claim."
+
+
+def claim_finding(planned: Planned, findings: Sequence[Finding]) -> Finding:
+    """One UNSUPPORTED finding for the capabilities that `planned` tried out."""
+    names = " and ".join(planned.probe)
+    passed = [f.check for f in findings if f.verdict is Verdict.PASS]
+    bad = next((f for f in findings if f.verdict is not Verdict.PASS), None)
+    if bad is None and passed:
+        sentence = (
+            f"not claimed, but it works here ({', '.join(passed)} pass): you may claim {names}"
+        )
+    else:
+        reason = "nothing judged it" if bad is None else f"{bad.check}: {bad.sentence}"
+        sentence = f"not claimed, and it does not work here: {reason}"
+    first = findings[0]
+    check = CLAIM_PREFIX + "+".join(planned.probe)
+    return replace(
+        first,
+        check=check,
+        verdict=Verdict.UNSUPPORTED,
+        cause=None,
+        sentence=sentence,
+        error=None,
+        bound=None,
+        where={"capabilities": list(planned.probe), "works": bad is None and bool(passed)},
+        moment=None,
+        repro=first.repro.replace(f"{first.check}@", f"{check}@", 1),
+    )
+
+
+def probed_capabilities(check: str) -> tuple[str, ...]:
+    """The capabilities that a ``claim.…`` id is about; empty for any other id."""
+    if not check.startswith(CLAIM_PREFIX):
+        return ()
+    return tuple(check.removeprefix(CLAIM_PREFIX).split("+"))

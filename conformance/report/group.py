@@ -1,0 +1,63 @@
+"""Which bad findings are one story: the first divergence of a case, and cases that fail alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conformance.causes import Cause
+from conformance.report.lines import Reported, Role
+from conformance.verdicts import BAD, Finding, Verdict
+
+LATE = (10**9, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseFailure:
+    """What went wrong on one case: its first divergence.
+
+    Attributes:
+        finding: the earliest bad finding.
+        later: checks that failed or were blocked after it.
+    """
+
+    finding: Finding
+    later: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Cases whose first divergence is of the same check with the same cause."""
+
+    failures: tuple[CaseFailure, ...]
+
+
+def families(reported: Sequence[Reported]) -> list[Family]:
+    """All failures of the judged adapters, in the order in which the first of each kind came."""
+    groups: dict[tuple[str, Verdict, str, Cause | None], list[CaseFailure]] = {}
+    for failure in failures_of(reported):
+        finding = failure.finding
+        key = (finding.adapter, finding.verdict, finding.check, finding.cause)
+        groups.setdefault(key, []).append(failure)
+    return [Family(failures=tuple(group)) for group in groups.values()]
+
+
+def failures_of(reported: Sequence[Reported]) -> list[CaseFailure]:
+    """One entry per case with bad findings. An XPASS is a story of its own."""
+    cases: dict[tuple[str, str, str], list[Finding]] = {}
+    failures: list[CaseFailure] = []
+    for item in reported:
+        finding = item.finding
+        if item.role is not Role.JUDGED:
+            continue
+        if finding.verdict is Verdict.XPASS:
+            failures.append(CaseFailure(finding=finding, later=()))
+        elif finding.verdict in BAD or finding.verdict is Verdict.BLOCKED:
+            cases.setdefault((finding.adapter, finding.variant, finding.case), []).append(finding)
+    for findings in cases.values():
+        bad = [f for f in findings if f.verdict in BAD]
+        if bad:
+            first = min(bad, key=lambda f: f.moment or LATE)
+            later = tuple(f.check for f in findings if f is not first)
+            failures.append(CaseFailure(finding=first, later=later))
+    return failures

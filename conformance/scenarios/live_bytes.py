@@ -1,0 +1,134 @@
+"""How many bytes of tensors are alive on this rank, now.
+
+On an accelerator the allocator knows. On CPU nobody does: the profiler's memory events miss what
+other threads free, and a gloo thread is often the last to let go of a buffer, so that every step
+seems to leak. Here each storage that passes the dispatcher is followed by a weak reference.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SETTLE_SECONDS = 0.3
+"""How long to wait for other threads to let go of what a finished collective used."""
+
+_PLAIN = Tensor.__torch_dispatch__
+
+
+class Meter(Protocol):
+    """Reads live bytes; zero is what was there when it was started."""
+
+    def read(self, usual: int | None = None) -> int:
+        """Live bytes; while they are more than `usual`, waits a moment for buffers in flight."""
+
+
+@contextmanager
+def metering(device: torch.device) -> Iterator[Meter]:
+    """A meter for `device`; on CPU it sees the tensors that operators touch inside the body.
+
+    What exists before the body is left out of garbage collections inside it.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        if device.type == "cpu":
+            with CpuMeter() as meter:
+                yield meter
+        else:
+            yield AcceleratorMeter(device)
+    finally:
+        gc.unfreeze()
+
+
+class AcceleratorMeter:
+    """Bytes that the accelerator's allocator has given out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._now()
+
+    def read(self, usual: int | None = None) -> int:
+        """See `Meter`. Blocks until the device is idle."""
+        return self._now() - self._before
+
+    def _now(self) -> int:
+        gc.collect()
+        torch.accelerator.synchronize(self._device)
+        return int(torch.accelerator.memory_allocated(self._device))
+
+
+class CpuMeter(TorchDispatchMode):
+    """Follows the storage of every tensor that an operator takes or gives."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator imports dynamo
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it takes itself apart; the operators inside come here again
+        result = func(*args, **(kwargs or {}))
+        self._follow((args, kwargs, result))
+        return result
+
+    def read(self, usual: int | None = None) -> int:
+        """See `Meter`. Blocks for at most `SETTLE_SECONDS`."""
+        gc.collect()
+        least = self._now()
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while usual is not None and least > usual and time.monotonic() < deadline:
+            time.sleep(0.01)
+            least = min(least, self._now())
+        return least
+
+    def _now(self) -> int:
+        total = 0
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()  # zero while a wrapper keeps only the empty shell
+        return total
+
+    def _follow(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            # wrappers and fake tensors have no bytes of their own
+            if type(value).__torch_dispatch__ is _PLAIN and value.layout is torch.strided:
+                self._add(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._follow(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self._follow(item)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":
+            return
+        known = self._storages.get(storage._cdata)
+        if known is None or known() is None:
+            self._storages[storage._cdata] = weakref.ref(storage)

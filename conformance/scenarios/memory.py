@@ -1,0 +1,62 @@
+"""Steps and evaluations during which only the live bytes are observed: a pass of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from conformance.adapter import Wrapped
+from conformance.scenarios.live_bytes import Meter, metering
+from conformance.scenarios.run import Run
+
+STEPS = 4
+
+
+def memory(run: Run) -> None:
+    """Four steps, each followed by an evaluation; live bytes after each part."""
+    with metering(run.device) as meter:
+        with run.phase("build"):
+            w = run.build()
+            run.observe_built(w)
+        watch = MemoryWatch(run=run, meter=meter)
+        for step in range(STEPS):
+            with run.phase(f"step {step}"):
+                watch.train_step(w, step)
+
+
+@dataclass(kw_only=True)
+class MemoryWatch:
+    """Reads the meter at the same places of every step.
+
+    Attributes:
+        run: the run.
+        meter: reads live bytes.
+    """
+
+    run: Run
+    meter: Meter
+    _usual: dict[str, int] = field(default_factory=dict, init=False)
+    _step: int = field(default=0, init=False)
+
+    def train_step(self, w: Wrapped, step: int) -> None:
+        """One step and one evaluation."""
+        run, self._step = self.run, step
+        w.observe = self.at
+        run.mark(f"step {step}")
+        result = run.adapter.step(w, run.micro_batches(step), run.model.loss)
+        for micro, loss in enumerate(result.losses):
+            run.writer.write("loss", loss, step=step, micro=micro)
+        if step == 0:
+            run.observe_state(w, step)
+        del result
+        self.at("step")
+        run.mark(f"step {step}/eval")
+        run.adapter.evaluate(w, run.batch(99, 0), run.model.loss)
+        self.at("eval")
+
+    def at(self, place: str, index: int = 0) -> None:
+        """Read after the first "forward", "backward", the "step" and the "eval"."""
+        if place not in ("forward", "backward", "step", "eval") or index:
+            return
+        live = self.meter.read(self._usual.get(place))
+        self._usual[place] = live
+        self.run.writer.write("live_bytes", live, step=self._step, place=place)

@@ -1,0 +1,127 @@
+"""What a run consists of: from the names that a user gives to the cases of each adapter variant.
+
+Knows adapters' claims and the plan. Runs nothing; every wrong name is an error before any work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from conformance.adapter import Adapter
+from conformance.adapters import adapter_class, make_adapter
+from conformance.case import Case
+from conformance.checks import CHECKS, Check
+from conformance.control import CONTROL, control_cases
+from conformance.errors import UsageError, unknown
+from conformance.globs import matches
+from conformance.item import Item
+from conformance.models import cases
+from conformance.plan import Planned, judges, plan, plan_probes, select_checks, select_models
+from conformance.report.lines import Log, Role
+from conformance.session import Subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a user asks for.
+
+    Attributes:
+        adapters: names, in the order of the report.
+        variant: pattern over variant names; ``None`` takes all.
+        profiles: names of profiles; empty takes all.
+        checks: patterns over check ids; empty takes all.
+        models: patterns over model names; empty takes all.
+    """
+
+    adapters: tuple[str, ...]
+    variant: str | None = None
+    profiles: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether something that belongs to the adapters is left out."""
+        return bool(self.variant or self.profiles or self.checks or self.models)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What has to be done.
+
+    Attributes:
+        subjects: what is judged, with the adapter of each, for its claims and conventions.
+        checks: the selected checks.
+        items: in the order of work: the control, then every subject's cases, then its probes.
+    """
+
+    subjects: tuple[tuple[Subject, Adapter], ...]
+    checks: tuple[Check, ...]
+    items: tuple[Item, ...] = field(default=())
+
+
+def work_of(selection: Selection) -> Work:
+    """The work that a selection means.
+
+    Raises:
+        UsageError: a name or pattern that leads to nothing.
+    """
+    subjects = [
+        (subject, make_adapter(subject.adapter, subject.variant)[0])
+        for name in dict.fromkeys(selection.adapters)
+        for subject in variants_of(name, selection.variant)
+    ]
+    checks = select_checks(selection.profiles, selection.checks)
+    chosen = select_models(selection.models)
+    judged: list[Item] = []
+    for subject, adapter in subjects:
+        cases_of = plan(adapter.capabilities, checks, chosen)
+        probes = plan_probes(adapter.capabilities, checks, chosen)
+        judged += [Item(subject=subject, planned=planned) for planned in cases_of]
+        judged += [Item(subject=subject, planned=p, role=Role.PROBE) for p in probes]
+    if not any(item.role is Role.JUDGED for item in judged):
+        raise UsageError("nothing to run: no selected check judges a selected model of the adapter")
+    control: list[Item] = []
+    if any(subject != CONTROL for subject, _ in subjects):
+        control = [
+            Item(subject=CONTROL, planned=planned, role=Role.CONTROL)
+            for planned in control_cases(checks, chosen)
+        ]
+    return Work(subjects=tuple(subjects), checks=tuple(checks), items=(*control, *judged))
+
+
+def variants_of(adapter: str, pattern: str | None) -> list[Subject]:
+    """The variants of an adapter that `pattern` matches, or all of them.
+
+    Raises:
+        UsageError: no such adapter, or the pattern matches none of its variants.
+    """
+    variants = adapter_class(adapter).variants
+    names = [name for name in variants if pattern is None or matches(name, pattern)]
+    if not names:
+        raise unknown(f"variant of {adapter}", pattern or "", variants)
+    return [Subject(adapter=adapter, variant=name) for name in names]
+
+
+def items_of_log(log: Log) -> list[Item]:
+    """The items whose findings stand in a log, as far as their checks still exist."""
+    checks = [CHECKS[id] for id in log.header["checks"] if id in CHECKS]
+    items: dict[tuple[Role, Subject, str, tuple[str, ...]], Item] = {}
+    for reported in log.reported:
+        finding = reported.finding
+        subject = Subject(adapter=finding.adapter, variant=finding.variant)
+        probe = tuple(finding.where["capabilities"]) if reported.role is Role.PROBE else ()
+        key = (reported.role, subject, finding.case, probe)
+        if key not in items:
+            planned = planned_again(finding.case, probe, checks)
+            items[key] = Item(subject=subject, planned=planned, role=reported.role)
+    return list(items.values())
+
+
+def planned_again(text: str, probe: Sequence[str], checks: Sequence[Check]) -> Planned:
+    """A case as `plan` and `plan_probes` give it, from its string."""
+    case = Case.parse(text)
+    judging = judges(case, cases()[case.model], checks)
+    about = tuple(check for check in judging if check.needs & set(probe))
+    return Planned(case=case, probe=tuple(probe), checks=about or judging)

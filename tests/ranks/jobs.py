@@ -1,0 +1,291 @@
+"""Jobs that ranks run in these tests, each named after what it does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import unittest
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conformance.ranks import RankContext, SkipRank
+
+
+def sum_over_ranks(context: RankContext, *, size: int = 3) -> list[float]:
+    values = torch.full((size,), float(context.rank + 1), device=context.device)
+    dist.all_reduce(values)
+    return values.tolist()
+
+
+class Holder:
+    @staticmethod
+    def rank_twice(context: RankContext) -> int:
+        return 2 * context.rank
+
+
+def describe(context: RankContext) -> dict[str, Any]:
+    return {
+        "rank": context.rank,
+        "world": context.world_size,
+        "device": context.device.type,
+        "backend": context.backend,
+        "env": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")],
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+        "cwd": os.getcwd(),
+        "directory": str(context.directory),
+        "exists": context.directory.is_dir(),
+    }
+
+
+def draw(context: RankContext) -> list[float]:
+    return [torch.rand(()).item(), random.random()]
+
+
+def fail_on_rank_1(context: RankContext) -> None:
+    if context.rank == 1:
+        raise ValueError("rank 1 has its reasons")
+    dist.all_reduce(torch.ones(2))
+
+
+def fail_alone_at_the_end(context: RankContext) -> str:
+    if context.rank == 1:
+        raise ValueError("only at the end")
+    return "fine"
+
+
+def fail_everywhere(context: RankContext) -> None:
+    raise KeyError("the same everywhere")
+
+
+def fail_differently(context: RankContext) -> None:
+    time.sleep(0.1 * context.rank)
+    raise RuntimeError(f"failure of rank {context.rank}")
+
+
+def return_a_tensor(context: RankContext) -> Any:
+    return torch.ones(1)
+
+
+def skip_everywhere(context: RankContext, *, kind: str) -> None:
+    if kind == "ours":
+        raise SkipRank("no such device")
+    if kind == "unittest":
+        raise unittest.SkipTest("no such device")
+    pytest.skip("no such device")
+
+
+def skip_on_rank_1(context: RankContext, *, collective: bool) -> None:
+    if context.rank == 1:
+        raise SkipRank("not here")
+    if collective:
+        dist.all_reduce(torch.ones(2))
+
+
+def die(context: RankContext, *, how: str) -> None:
+    dist.all_reduce(torch.ones(2))
+    if context.rank == 1:
+        print("last words", flush=True)
+        _die(how)
+    dist.all_reduce(torch.ones(2))
+
+
+def _die(how: str) -> None:
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "os._exit(0)":
+        os._exit(0)
+    elif how == "sys.exit(0)":
+        sys.exit(0)
+    elif how == "SIGSEGV":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "garbage":
+        os.write(_channel(), b"this is no report")
+        time.sleep(60)
+    elif how == "closed":
+        os.close(_channel())
+        time.sleep(60)
+
+
+def _channel() -> int:
+    """The descriptor on which this rank hears from the controller and answers it."""
+    for number in range(3, 100):
+        try:
+            with socket.socket(fileno=os.dup(number)) as sock:
+                if sock.family == socket.AF_UNIX:
+                    return number
+        except OSError:
+            continue
+    raise AssertionError("no channel found")
+
+
+class Net(nn.Module):
+    """Its second layer issues an all-reduce in forward, unless it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = Reducing()
+
+    def forward(self, x: torch.Tensor, *, reduce: bool = True) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if reduce else x
+
+
+class Reducing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return x + total
+
+
+def miss_a_collective_in_a_module(context: RankContext) -> None:
+    net = Net()
+    context.recorder.name_modules(net)
+    context.recorder.mark("step 2")
+    net(torch.ones(2, 4))
+    if context.rank == 1:
+        time.sleep(120)
+    net(torch.ones(2, 4))
+
+
+def end_without_the_last_collective(context: RankContext) -> None:
+    dist.all_reduce(torch.ones(2))
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(2))
+
+
+def loop_forever(context: RankContext) -> None:
+    if context.rank == 1:
+        while True:
+            pass
+
+
+def send_without_receive(context: RankContext) -> None:
+    if context.rank == 0:
+        dist.send(torch.ones(3), dst=1)
+
+
+def return_with_a_collective_in_flight(context: RankContext) -> None:
+    if context.rank == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+
+
+def other_shape(context: RankContext) -> None:
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(3 + context.rank))
+
+
+def other_op(context: RankContext) -> None:
+    values = torch.ones(4)
+    if context.rank == 0:
+        dist.broadcast(values, src=0)
+    else:
+        dist.all_reduce(values)
+
+
+def other_reduction(context: RankContext) -> list[float]:
+    """Gloo goes through with it, so only the record can tell."""
+    values = torch.ones(4)
+    dist.all_reduce(values, op=dist.ReduceOp.SUM if context.rank == 0 else dist.ReduceOp.MAX)
+    return values.tolist()
+
+
+def other_reduction_long_ago(context: RankContext) -> None:
+    other_reduction(context)
+    for _ in range(300):
+        dist.all_reduce(torch.ones(1))
+
+
+def point_to_point(context: RankContext) -> list[float]:
+    values = torch.full((3,), float(context.rank))
+    if context.rank == 0:
+        dist.send(values, dst=1)
+        dist.recv(values, src=1)
+    else:
+        received = torch.empty(3)
+        dist.recv(received)  # from any source
+        dist.send(values + 10, dst=0)
+    return values.tolist()
+
+
+def leave_changed(context: RankContext, *, what: str) -> None:
+    if context.rank == 1:
+        _LEAKS[what]()
+
+
+def _patch(owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: original(*args, **kwargs))
+
+
+def _start_thread() -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+def _start_child() -> None:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+_LEAKS: dict[str, Any] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "number of threads": lambda: torch.set_num_threads(2),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "grad mode": lambda: torch._C._set_grad_enabled(False),
+    "default device": lambda: torch.set_default_device("meta"),
+    "torch.distributed.all_reduce": lambda: _patch(dist, "all_reduce"),
+    "torch.optim.Optimizer.zero_grad": lambda: _patch(torch.optim.Optimizer, "zero_grad"),
+    "torch.nn.Module.__call__": lambda: _patch(nn.Module, "__call__"),
+    "os.environ['LEAKED']": lambda: os.environ.update(LEAKED="1"),
+    "working directory": lambda: os.chdir("/"),
+    "handler of signal 10": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "non-daemon threads": _start_thread,
+    "child processes": _start_child,
+    "global hooks": lambda: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "default process group": dist.destroy_process_group,
+}
+
+
+def leave_nothing(context: RankContext) -> int:
+    """What well-behaved training leaves: groups, modules, an optimizer, a restored setting."""
+    group = dist.new_group([0, 1])
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        dist.barrier()
+    return os.getpid()
+
+
+def print_without_end(context: RankContext, *, megabytes: int) -> None:
+    line = "x" * 1023 + "\n"
+    for _ in range(megabytes):
+        sys.stdout.write(line * 1024)
+    time.sleep(1.0)
+    print("the end", flush=True)
+
+
+def fork_a_child_that_returns(context: RankContext) -> str:
+    if os.fork() == 0:
+        return "from the child"
+    time.sleep(0.3)
+    os.wait()
+    return "from the rank"
+
+
+def write_pids_and_wait(context: RankContext, *, path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()} {child.pid} {os.getppid()}\n")
+    time.sleep(300)

@@ -1,0 +1,95 @@
+"""Nothing outlives the controller, however it ends, and it survives the death of its forkserver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conformance.ranks import Job, RankPool, RankVerdict
+from tests.ranks import jobs
+
+CONTROLLER = """
+import sys
+from conformance.ranks import Job, shared_pool
+from tests.ranks import jobs
+
+pool = shared_pool(2)
+pool.run(Job.of(jobs.write_pids_and_wait, path=sys.argv[1]), timeout=float(sys.argv[2]))
+"""
+
+
+def processes(path: Path, *, timeout: float = 60.0) -> list[int]:
+    """Ranks, their children and the forkserver, once both ranks have said who they are."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) == 2:
+            return sorted({int(pid) for line in lines for pid in line.split()})
+        time.sleep(0.05)
+    raise AssertionError(f"ranks did not start within {timeout} s")
+
+
+def alive(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
+
+
+def wait_until_dead(pids: list[int], timeout: float) -> list[int]:
+    deadline = time.monotonic() + timeout
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive(pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_a_controller_that_is_killed(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "pids"
+    root = Path(__file__).parents[2]
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(path), "120"],
+        cwd=root,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        pids = processes(path)
+        assert len(pids) == 5
+        controller.send_signal(number)
+        controller.wait(10)
+        assert wait_until_dead(pids, 5.0) == []
+    finally:
+        controller.kill()
+        controller.wait()
+    assert list(tmp_path.glob("ranks-*")) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_death_of_the_forkserver_is_a_crash_and_the_pool_recovers(tmp_path: Path) -> None:
+    with RankPool(world=2) as pool:
+        path = tmp_path / "pids"
+        outcome = pool.run(Job.of(kill_parent, path=str(path)), timeout=30)
+        assert outcome.verdict is RankVerdict.CRASH, outcome
+        assert "gone with its forkserver" in outcome.sentence
+        assert pool.run(Job.of(jobs.sum_over_ranks)).verdict is RankVerdict.OK
+
+
+def kill_parent(context: object, *, path: str) -> None:
+    del path
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)

@@ -1,0 +1,32 @@
+"""Kept ranks are replaced if a job leaves global state changed, and only then."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.ranks import Job, RankPool, RankVerdict
+from tests.ranks import jobs
+
+
+@pytest.mark.parametrize("what", sorted(jobs._LEAKS))
+def test_a_leak_is_named_and_its_ranks_are_replaced(pool: RankPool, what: str) -> None:
+    before = [value["pid"] for value in pool.run(Job.of(jobs.describe)).values]
+    assert pool.run(Job.of(jobs.leave_changed, what=what)).verdict is RankVerdict.OK
+    assert pool.replaced.startswith("rank 1 left changed: ")
+    assert what in pool.replaced
+    outcome = pool.run(Job.of(jobs.describe))
+    assert outcome.verdict is RankVerdict.OK
+    assert not set(before) & {value["pid"] for value in outcome.values}
+
+
+def test_training_is_no_leak(pool: RankPool) -> None:
+    first = pool.run(Job.of(jobs.leave_nothing))
+    second = pool.run(Job.of(jobs.leave_nothing))
+    assert first.verdict is RankVerdict.OK, first.sentence
+    assert first.values == second.values, pool.replaced
+
+
+def test_a_fresh_job_leaves_the_kept_ranks_alone(pool: RankPool) -> None:
+    before = [value["pid"] for value in pool.run(Job.of(jobs.describe)).values]
+    pool.run(Job.of(jobs.leave_changed, what="default dtype"), fresh=True)
+    assert [value["pid"] for value in pool.run(Job.of(jobs.describe)).values] == before

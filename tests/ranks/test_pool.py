@@ -1,0 +1,320 @@
+"""What a pool does with jobs that end well, fail, skip, die, wait and disagree."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from conformance.ranks import Job, RankPool, RankVerdict, shared_pool
+from tests.ranks import jobs
+
+short_grace = pytest.mark.usefixtures("_short_grace")
+
+
+def assert_next_job_runs(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.sum_over_ranks))
+    assert (outcome.verdict, outcome.values) == (RankVerdict.OK, ([3.0] * 3,) * 2), outcome
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["kept", "fresh"])
+def test_every_rank_returns_its_value(pool: RankPool, fresh: bool) -> None:
+    outcome = pool.run(Job.of(jobs.sum_over_ranks, size=2), fresh=fresh)
+    assert outcome.verdict is RankVerdict.OK, outcome.sentence
+    assert outcome.values == ([3.0, 3.0], [3.0, 3.0])
+    assert [record.op for record in outcome.collectives if record] == ["all_reduce"] * 2
+    assert outcome.exits == outcome.stacks == (None, None)
+
+
+def test_a_rank_is_told_its_place(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.describe))
+    for rank, seen in enumerate(outcome.values):
+        assert seen["rank"] == rank
+        assert (seen["world"], seen["device"], seen["backend"]) == (2, "cpu", "gloo")
+        assert seen["env"] == [str(rank), "2", str(rank), "127.0.0.1"]
+        assert seen["threads"] == 1
+        assert seen["cwd"] == os.getcwd()
+        assert seen["exists"]
+        assert not os.path.exists(seen["directory"]) or not os.listdir(seen["directory"])
+
+
+def test_ranks_are_kept_between_jobs_and_fresh_ones_are_not(pool: RankPool) -> None:
+    kept = [pool.run(Job.of(jobs.describe)).values for _ in range(2)]
+    fresh = [pool.run(Job.of(jobs.describe), fresh=True).values for _ in range(2)]
+    pids = [tuple(value["pid"] for value in values) for values in kept + fresh]
+    assert pids[0] == pids[1]
+    assert len({pid for pair in pids for pid in pair}) == 6
+
+
+def test_static_methods_are_jobs(pool: RankPool) -> None:
+    assert pool.run(Job.of(jobs.Holder.rank_twice)).values == (0, 2)
+
+
+def test_every_job_starts_from_the_same_seed(pool: RankPool) -> None:
+    first, second = pool.run(Job.of(jobs.draw)), pool.run(Job.of(jobs.draw))
+    assert first.values == second.values
+    assert first.values[0] == first.values[1]
+
+
+def test_exception_on_one_rank_is_named_and_the_waiting_rank_is_bounded(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.fail_on_rank_1))
+    assert outcome.verdict is RankVerdict.ERROR
+    assert outcome.sentence.startswith("rank 1: ValueError: rank 1 has its reasons")
+    report = outcome.reports[1]
+    assert report is not None
+    assert report.error == "ValueError"
+    assert "fail_on_rank_1" in report.traceback
+    assert "conformance/ranks/worker.py" not in report.traceback
+    assert outcome.seconds < 5
+    assert_next_job_runs(pool)
+
+
+def test_exception_on_one_rank_while_the_other_is_done(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.fail_alone_at_the_end))
+    assert outcome.verdict is RankVerdict.ERROR
+    assert outcome.sentence == "rank 1: ValueError: only at the end"
+    assert outcome.values == ("fine", None)
+
+
+def test_equal_exceptions_are_told_once(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.fail_everywhere))
+    assert outcome.verdict is RankVerdict.ERROR
+    assert outcome.sentence == "all ranks: KeyError: 'the same everywhere'"
+    assert_next_job_runs(pool)
+
+
+def test_different_exceptions_are_told_in_the_order_of_time(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.fail_differently))
+    assert outcome.sentence == (
+        "rank 0: RuntimeError: failure of rank 0; rank 1: RuntimeError: failure of rank 1"
+    )
+
+
+def test_a_value_that_is_not_json_is_an_error_that_says_so(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.return_a_tensor))
+    assert outcome.verdict is RankVerdict.ERROR
+    assert "all ranks: TypeError: the job returned Tensor" in outcome.sentence
+
+
+@pytest.mark.parametrize("kind", ["ours", "unittest", "pytest"])
+def test_skip_on_all_ranks(pool: RankPool, kind: str) -> None:
+    outcome = pool.run(Job.of(jobs.skip_everywhere, kind=kind))
+    assert (outcome.verdict, outcome.sentence) == (RankVerdict.SKIP, "no such device")
+
+
+@short_grace
+@pytest.mark.parametrize("collective", [False, True], ids=["done", "waiting"])
+def test_skip_on_one_rank_only_is_an_error(pool: RankPool, collective: bool) -> None:
+    outcome = pool.run(Job.of(jobs.skip_on_rank_1, collective=collective), timeout=20)
+    assert outcome.verdict is RankVerdict.ERROR
+    assert outcome.sentence.startswith("rank 1 skipped (not here), rank 0 did not")
+    assert outcome.seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_"),
+    [
+        ("SIGKILL", "signal SIGKILL"),
+        ("SIGSEGV", "signal SIGSEGV"),
+        ("os._exit(0)", "exit 0"),
+        ("sys.exit(0)", "exit 0"),
+    ],
+)
+def test_a_rank_that_dies_is_a_crash(pool: RankPool, how: str, exit_: str) -> None:
+    outcome = pool.run(Job.of(jobs.die, how=how))
+    assert outcome.verdict is RankVerdict.CRASH, outcome
+    assert outcome.sentence.startswith(f"rank 1 died without a report ({exit_})")
+    assert "its last collective was all_reduce 1 of group default" in outcome.sentence
+    assert outcome.exits == (None, exit_)
+    assert "last words" in outcome.outputs[1]
+    assert outcome.seconds < 5
+    assert_next_job_runs(pool)
+
+
+@short_grace
+@pytest.mark.parametrize(
+    ("how", "words"), [("garbage", "report that cannot be read"), ("closed", "closed its channel")]
+)
+def test_a_rank_without_a_readable_report_is_a_crash(pool: RankPool, how: str, words: str) -> None:
+    outcome = pool.run(Job.of(jobs.die, how=how), timeout=30)
+    assert outcome.verdict is RankVerdict.CRASH, outcome
+    assert words in outcome.sentence
+    assert_next_job_runs(pool)
+
+
+def test_a_missing_collective_is_a_hang_with_collective_group_module_and_stack(
+    pool: RankPool,
+) -> None:
+    outcome = pool.run(Job.of(jobs.miss_a_collective_in_a_module), timeout=1.5)
+    assert outcome.verdict is RankVerdict.HANG, outcome
+    start = "rank 1 never entered all_reduce 2 of group default (second) in phase step 2; "
+    assert outcome.sentence.startswith(start + "rank 0 waits there since ")
+    assert "miss_a_collective_in_a_module (jobs.py:" in outcome.sentence
+    assert "in miss_a_collective_in_a_module" in (outcome.stacks[1] or "")
+    assert "in all_reduce" in (outcome.stacks[0] or "")
+    assert 1.5 <= outcome.seconds < 4
+    assert_next_job_runs(pool)
+
+
+@short_grace
+def test_a_rank_that_ends_early_is_found_long_before_the_bound(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.end_without_the_last_collective), timeout=60)
+    assert outcome.verdict is RankVerdict.HANG
+    assert outcome.sentence.startswith(
+        "rank 1 ended and never entered all_reduce 2 of group default; rank 0 waits there since"
+    )
+    assert outcome.seconds < 5
+
+
+def test_an_endless_loop_is_a_hang(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.loop_forever), timeout=1)
+    assert outcome.verdict is RankVerdict.HANG
+    assert outcome.sentence.startswith("rank 1 did not end within 1 s, it is at loop_forever (jobs")
+    assert_next_job_runs(pool)
+
+
+@short_grace
+def test_another_shape_is_a_desync(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.other_shape), timeout=60)
+    assert outcome.verdict is RankVerdict.DESYNC, outcome
+    assert outcome.sentence == (
+        "rank 0 entered all_reduce 2 of group default with 3 float32 [3], sum; "
+        "there rank 1 entered all_reduce with 4 float32 [4], sum: different numel"
+    )
+    assert outcome.seconds < 5
+    assert_next_job_runs(pool)
+
+
+@short_grace
+def test_another_operation_is_a_desync(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.other_op), timeout=60)
+    assert outcome.verdict is RankVerdict.DESYNC, outcome
+    assert outcome.sentence.endswith("different op")
+    assert outcome.seconds < 5
+
+
+def test_another_reduction_is_a_desync_though_all_ranks_return(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.other_reduction))
+    assert outcome.verdict is RankVerdict.DESYNC, outcome
+    assert outcome.sentence.endswith("different reduce_op")
+
+
+def test_a_disagreement_is_found_after_its_record_is_gone(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.other_reduction_long_ago))
+    assert outcome.verdict is RankVerdict.DESYNC, outcome
+    assert "entered 301 collectives each in default" in outcome.sentence
+
+
+@short_grace
+def test_a_send_that_nobody_receives_is_a_hang(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.send_without_receive))
+    assert outcome.verdict is RankVerdict.HANG, outcome
+    assert outcome.sentence.startswith(
+        "rank 1 ended and never received send 1 of group default to rank 1 of rank 0; rank 0 waits"
+    )
+
+
+def test_a_collective_of_one_rank_only_is_a_desync_though_all_ranks_return(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.return_with_a_collective_in_flight))
+    assert outcome.verdict is RankVerdict.DESYNC, outcome
+    assert outcome.sentence == (
+        "rank 0 entered all_reduce 1 of group default, rank 1 ended without it"
+    )
+    assert_next_job_runs(pool)
+
+
+def test_receiving_from_any_source_is_no_desync(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.point_to_point))
+    assert (outcome.verdict, outcome.values) == (RankVerdict.OK, ([11.0] * 3, [1.0] * 3)), outcome
+
+
+def test_unbounded_output_is_capped_and_its_end_kept(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conformance.ranks.evidence.OUTPUT_CAP", 2**20)
+    outcome = pool.run(Job.of(jobs.print_without_end, megabytes=4))
+    assert outcome.verdict is RankVerdict.OK
+    assert all(text.endswith("the end\n") for text in outcome.outputs)
+    assert all(len(text) < 10_000 for text in outcome.outputs)
+
+
+def test_a_child_that_a_job_forks_does_not_speak_for_the_rank(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(jobs.fork_a_child_that_returns))
+    assert outcome.values == ("from the rank", "from the rank"), outcome
+
+
+def test_threads_of_the_controller_take_turns(pool: RankPool) -> None:
+    outcomes = []
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(pool.run(Job.of(jobs.sum_over_ranks))))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [outcome.verdict for outcome in outcomes] == [RankVerdict.OK] * 3
+
+
+def test_larger_worlds_and_single_ranks() -> None:
+    for world in (1, 3):
+        with RankPool(world=world) as pool:
+            outcome = pool.run(Job.of(jobs.sum_over_ranks, size=1))
+        total = float(world * (world + 1) // 2)
+        assert outcome.values == ([total],) * world, outcome
+
+
+def test_shared_pools_are_shared_by_key() -> None:
+    assert shared_pool(2) is shared_pool(2)
+    assert shared_pool(2) is not shared_pool(3)
+
+
+def test_a_closed_pool_refuses() -> None:
+    pool = RankPool(world=1)
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="this pool is closed"):
+        pool.run(Job.of(jobs.describe))
+
+
+def test_a_preload_that_cannot_be_imported_is_named() -> None:
+    with RankPool(world=1, preload=["no_such_module"]) as pool:
+        with pytest.raises(RuntimeError, match="cannot preload no_such_module"):
+            pool.run(Job.of(jobs.describe))
+
+
+def test_arguments_that_cannot_be_sent_are_refused(pool: RankPool) -> None:
+    with pytest.raises(TypeError, match="pass plain data"):
+        pool.run(Job.of(jobs.sum_over_ranks, size=lambda: 3))
+
+
+def test_more_ranks_than_devices_is_an_error_that_says_so() -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        pytest.skip("no accelerator")
+    world = torch.accelerator.device_count() + 1
+    with RankPool(world=world, device=accelerator.type) as pool:
+        outcome = pool.run(Job.of(jobs.describe), timeout=60)
+    assert f"needs as many devices of type {accelerator.type}" in outcome.sentence
+
+
+def test_a_bounded_job_leaves_no_process(pool: RankPool, tmp_path: object) -> None:
+    path = f"{tmp_path}/pids"
+    outcome = pool.run(Job.of(jobs.write_pids_and_wait, path=path), timeout=1.5)
+    assert outcome.verdict is RankVerdict.HANG
+    with open(path) as file:
+        pids = [int(pid) for line in file for pid in line.split()[:2]]
+    assert len(pids) == 4
+    time.sleep(0.1)
+    assert [pid for pid in pids if _alive(pid)] == []
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
