@@ -59,14 +59,16 @@ class Conventions:
         loss_divided_by_accumulation: the wrapper divides the loss by the number of micro-batches;
             otherwise the caller does.
         buffers: every rank keeps its own, or rank 0's are taken over at the start of each step.
-        unused_grad: gradient of a parameter that took no part on any rank.
+        unused_grad: gradient of a parameter that took no part on any rank: none, zero, or "unit":
+            zero where another parameter of its unit took part, which is what one flat gradient per
+            unit gives, and none elsewhere.
         ignored: gradients of parameters that the wrapper was told to ignore.
     """
 
     gradients: Literal["mean", "sum"] = "mean"
     loss_divided_by_accumulation: bool = False
     buffers: Literal["local", "rank0"] = "local"
-    unused_grad: Literal["none", "zero"] = "none"
+    unused_grad: Literal["none", "zero", "unit"] = "none"
     ignored: Literal["unreduced", "reduced"] = "unreduced"
 
 

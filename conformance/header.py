@@ -1,4 +1,4 @@
-"""The header of a run's log: everything that a reader needs to know what was judged, and by what."""
+"""The header of a run's log: what was judged, by what, on which machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def versions() -> dict[str, str]:
 def check_set_hash() -> str:
     """Changes when a check is added, removed, or judges other cases."""
     return _digest(
-        [[c.id, c.profile, c.sentence, sorted(c.scenarios), sorted(c.needs)] for c in CHECKS.values()]
+        [
+            [c.id, c.profile, c.sentence, sorted(c.scenarios), sorted(c.needs)]
+            for c in CHECKS.values()
+        ]
     )
 
 

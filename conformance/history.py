@@ -7,6 +7,7 @@ and files, but neither adapters nor checks.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,13 +38,14 @@ class NotObserved(LookupError):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A named part of a scenario; `error` is ``type: message`` if it raised."""
+    """A named part of a scenario; `error` is ``type: message`` if it raised, at time `at`."""
 
     ordinal: int
     name: str
     ended: bool = False
     error: str | None = None
     traceback: str = ""
+    at: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,8 @@ class HistoryWriter:
 
     def end_phase(self, error: str | None = None, traceback: str = "") -> None:
         """The phase is over, by an exception if `error` is given."""
-        self._line({"kind": "end", "ordinal": self._phase, "error": error, "traceback": traceback})
+        end = {"ordinal": self._phase, "error": error, "traceback": traceback}
+        self._line({"kind": "end", **end, "at": time.monotonic()})
 
     def write(self, what: str, value: Any, **where: Any) -> None:
         """Record `value`: a tensor, a JSON value, or a mapping from string to those."""
@@ -189,18 +192,17 @@ class History:
         return self.every(what) if not found and self.virtual and rank else found
 
     def failed_phase(self) -> tuple[int, Phase] | None:
-        """(rank, phase) of the earliest phase that raised, or ``None``."""
+        """(rank, phase) of the phase that raised first, or ``None``.
+
+        The clock decides between ranks: a rank whose peer is gone fails after it.
+        """
         failed = [
-            (phase.ordinal, history.rank, phase)
+            (history.rank, phase)
             for history in self.ranks
             for phase in history.phases
             if phase.error is not None
         ]
-        return min(
-            ((r, p) for _, r, p in sorted(failed, key=lambda f: f[:2])),
-            default=None,
-            key=lambda item: (item[1].ordinal, item[0]),
-        )
+        return min(failed, default=None, key=lambda item: (item[1].at, item[0]))
 
 
 def _read_rank(directory: Path, rank: int) -> RankHistory:
@@ -227,6 +229,7 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
                 ended=True,
                 error=line["error"],
                 traceback=line["traceback"],
+                at=line.get("at", 0.0),
             )
         elif kind == "collective":
             collectives.append(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance.causes import Cause
@@ -56,7 +56,7 @@ class Judgement:
 
 def judge(evidence: Evidence, ran: Ran, checks: Iterable[Check]) -> list[Judgement]:
     """Every given check's judgement, in the order in which things went wrong in time."""
-    judged = [judge_completion(evidence, ran)]
+    judged = [with_remarks(judge_completion(evidence, ran), evidence)]
     judged += [
         judge_check(check, evidence, ran)
         for check in checks
@@ -67,6 +67,15 @@ def judge(evidence: Evidence, ran: Ran, checks: Iterable[Check]) -> list[Judgeme
     order = {check: index for index, check in enumerate(CHECKS)}
     late = (10**9, 0)
     return sorted(judged, key=lambda j: (j.moment or late, order[j.check]))
+
+
+def with_remarks(completion: Judgement, evidence: Evidence) -> Judgement:
+    """`completion` with what the adapter remarked about the models that it wrapped."""
+    remarks = [r for seen in evidence.history.every("remarks") for r in seen.value]
+    if not remarks:
+        return completion
+    unique = list(dict.fromkeys(remarks))
+    return replace(completion, where={**completion.where, "remarks": unique})
 
 
 def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:

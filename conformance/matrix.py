@@ -23,6 +23,7 @@ from conformance.report.lines import Reported, Role
 from conformance.session import OracleFailed, judge_stored
 from conformance.verdicts import Finding, Verdict
 
+
 class NotStored(LookupError):
     """A stored run lacks the history of a case."""
 

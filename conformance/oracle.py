@@ -45,12 +45,14 @@ class VirtualState:
         rng: per rank, the state of the CPU and of the accelerator generator.
         gradients: per rank, one entry per trainable parameter, accumulated over micro-batches.
         last_micro: the same, of the newest backward only.
+        units: path of the unit that holds each trainable parameter; empty for the root.
     """
 
     buffers: list[dict[BufferKey, Tensor | None]]
     rng: list[tuple[Tensor, Tensor | None]]
     gradients: list[list[Tensor | None]] = field(default_factory=list)
     last_micro: list[list[Tensor | None]] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
 
 
 class VirtualRanks(Adapter):
@@ -89,6 +91,7 @@ class VirtualRanks(Adapter):
         state = VirtualState(
             buffers=[_clone_buffers(model) for _ in range(self.world)],
             rng=[_seeded(self.seed, rank) for rank in range(self.world)],
+            units=units_of(model, config.units),
         )
         optimizer = make_optimizer(p for p in model.parameters())
         wrapped = Wrapped(module=model, optimizer=optimizer, native=state)
@@ -125,9 +128,26 @@ class VirtualRanks(Adapter):
             w.native.gradients[rank] = [
                 add(old, new) for old, new in zip(w.native.gradients[rank], fresh, strict=True)
             ]
-        for index, parameter in enumerate(parameters):
-            parts = [w.native.gradients[rank][index] for rank in self.order]
-            parameter.grad = self.reduce(parts, parameter)
+        reduced = self.reduced(w, w.native.gradients)
+        for parameter, gradient in zip(parameters, reduced, strict=True):
+            parameter.grad = gradient
+
+    def reduced(
+        self, w: Wrapped, of_rank: Sequence[Sequence[Tensor | None]]
+    ) -> list[Tensor | None]:
+        """What reduction makes of every rank's gradients of all trainable parameters."""
+        parameters = trainable(w.module)
+        found = [
+            self.reduce([of_rank[rank][index] for rank in self.order], parameter)
+            for index, parameter in enumerate(parameters)
+        ]
+        if self.conventions.unused_grad == "unit":
+            pairs = zip(w.native.units, found, strict=True)
+            used = {unit for unit, gradient in pairs if gradient is not None}
+            for index, unit in enumerate(w.native.units):
+                if found[index] is None and unit in used:
+                    found[index] = torch.zeros_like(parameters[index])
+        return found
 
     def reduce(self, parts: Sequence[Tensor | None], parameter: Tensor) -> Tensor | None:
         """What reduction makes of the ranks' gradients of one parameter."""
@@ -211,12 +231,7 @@ class VirtualRanks(Adapter):
 
     def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
         """What reduction would leave if the newest micro-batch were the only one."""
-        parameters = trainable(w.module)
-        reduced = [
-            self.reduce([w.native.last_micro[rank][index] for rank in self.order], parameter)
-            for index, parameter in enumerate(parameters)
-        ]
-        return self._by_fqn(w, reduced)
+        return self._by_fqn(w, self.reduced(w, w.native.last_micro))
 
     def _by_fqn(self, w: Wrapped, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
         by_id = {id(p): g for p, g in zip(trainable(w.module), gradients, strict=True)}
@@ -239,6 +254,13 @@ class VirtualRanks(Adapter):
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that take gradients, each once."""
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def units_of(module: nn.Module, units: tuple[type[nn.Module], ...]) -> list[str]:
+    """Path of the innermost unit around each trainable parameter; empty for the root."""
+    paths = [f"{path}." for path, inner in module.named_modules() if path and isinstance(inner, units)]
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    return [max((p for p in paths if name.startswith(p)), key=len, default="") for name in names]
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -94,9 +94,8 @@ class OracleRun(Run):
                 batch = models.concatenate([m.values[rank] for m in micro])
                 loss = self.model.loss(module, batch)
                 total.append(list(torch.autograd.grad(loss, parameters, allow_unused=True)))
-        by_id = {
-            id(p): oracle.reduce([rank[i] for rank in total], p) for i, p in enumerate(parameters)
-        }
+        reduced = oracle.reduced(w, total)
+        by_id = {id(p): gradient for p, gradient in zip(parameters, reduced, strict=True)}
         return {
             fqn: None if by_id.get(id(p)) is None else to_cpu(cast(Tensor, by_id[id(p)]))
             for fqn, p in named_parameters(module)

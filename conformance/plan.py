@@ -83,14 +83,10 @@ def plan(
     return planned
 
 
-def judges(
-    case: Case, model: models.ModelCase, checks: Sequence[Check]
-) -> tuple[Check, ...]:
+def judges(case: Case, model: models.ModelCase, checks: Sequence[Check]) -> tuple[Check, ...]:
     """Those of `checks` that say something about `case`."""
     return tuple(
-        check
-        for check in checks
-        if case.scenario in check.scenarios and check.applies(case, model)
+        check for check in checks if case.scenario in check.scenarios and check.applies(case, model)
     )
 
 
@@ -150,4 +146,4 @@ def unclaimed(capabilities: frozenset[str]) -> list[tuple[str, ...]]:
     pairs = [(f"model_state.{kind}", f"optim_state.{kind}") for kind in STATE_KINDS]
     together = [pair for pair in pairs if set(pair) <= set(missing)]
     paired = {name for pair in together for name in pair}
-    return [(name,) for name in missing if name not in paired] + together
+    return [*((name,) for name in missing if name not in paired), *together]

@@ -13,7 +13,8 @@ from enum import StrEnum
 
 from conformance.case import Case
 from conformance.checks import CHECKS
-from conformance.globs import matching
+from conformance.errors import unknown
+from conformance.globs import matches
 from conformance.mutants import MUTANTS, Mutant
 from conformance.session import Session, Setting, Subject, judge_stored
 from conformance.verdicts import BAD, Finding, Verdict
@@ -70,8 +71,14 @@ def select_mutants(patterns: Sequence[str] = ()) -> list[Mutant]:
     Raises:
         UsageError: a pattern that matches no mutant.
     """
-    names = matching("mutant", patterns, MUTANTS) if patterns else list(MUTANTS)
-    return [MUTANTS[name] for name in names]
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in MUTANTS):
+            raise unknown("mutant", pattern, MUTANTS)
+    return [
+        mutant
+        for name, mutant in MUTANTS.items()
+        if not patterns or any(matches(name, pattern) for pattern in patterns)
+    ]
 
 
 def diagonal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -40,7 +40,9 @@ class ReplicatedAdapter(Adapter):
         return inner
 
     def no_sync(self, w: Wrapped) -> AbstractContextManager[Any]:
-        """The wrapper's own context."""
+        """The wrapper's own context; without the claim every backward reduces."""
+        if "no_sync" not in self.capabilities:
+            return nullcontext()
         context: AbstractContextManager[Any] = w.native.no_sync()
         return context
 
@@ -72,6 +74,9 @@ class DistributedDataParallelAdapter(CheckpointDirectory, ReplicatedAdapter):
 
     def configure(self, options: Mapping[str, Any]) -> None:
         """Without broadcasts every rank keeps its own buffers."""
+        if options.get("static_graph", False):
+            # docs/findings/ddp-static-graph-no-sync.md
+            self.capabilities -= {"no_sync"}
         if not options.get("broadcast_buffers", True):
             self.conventions = Conventions(buffers="local")
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from conformance.adapter import (
     BuildConfig,
     Conventions,
+    Conventions,
     OptimizerFactory,
     Refusal,
     StateKind,
@@ -97,6 +98,9 @@ class FullyShardedAdapter(CheckpointDirectory):
         }
     )
 
+    # one flat gradient per unit: a unit that took part has zeros where a parameter did not
+    conventions = Conventions(unused_grad="unit")
+
     def configure(self, options: Mapping[str, Any]) -> None:
         """Claims by strategy and kind of parameters."""
         strategy = options["sharding_strategy"]
@@ -104,8 +108,8 @@ class FullyShardedAdapter(CheckpointDirectory):
             self.capabilities |= {"memory.reshard"}
         if strategy == "NO_SHARD":
             self.capabilities -= {"shard.parameters", "shard.optimizer", *SHARDED_STATES}
-        if options["use_orig_params"]:
-            # the state is given out but not taken back: docs/findings/fsdp1-local-state.md
+        # local state exists for flat parameters that are sharded without a device mesh
+        if options["use_orig_params"] or strategy in ("NO_SHARD", *HYBRID):
             self.capabilities -= LOCAL_STATES
         self.replicas = options.get("replicas", 1)
 

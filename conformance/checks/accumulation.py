@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, compare_trees, observed, place
-from conformance.checks.registry import check
 from conformance.checks.gradients import (
     GRADIENTS,
     common_factor,
     gradient_suspects,
     several_micro_batches,
 )
+from conformance.checks.registry import check
 from conformance.models import ModelCase
-from conformance.case import Case
 
 
 def one_batch_is_possible(case: Case, model: ModelCase) -> bool:
@@ -22,7 +22,7 @@ def one_batch_is_possible(case: Case, model: ModelCase) -> bool:
 
 @check("conventions.kept", profile="core", needs=GRADIENTS, applies=several_micro_batches)
 def conventions_kept(evidence: Evidence, ledger: Ledger) -> None:
-    """Accumulated gradients have the scale that the adapter declares, not that of another choice."""
+    """Accumulated gradients have the declared scale, not that of another convention."""
     for rank, seen, got in observed(evidence, "gradients"):
         factor, error, bound = common_factor(evidence, rank, seen, got)
         if factor is None or error > bound:
@@ -46,9 +46,13 @@ def other_convention(factor: float, evidence: Evidence) -> str:
     """What the wrapper does instead of what is declared; empty if `factor` fits nothing known."""
     world, micro = float(evidence.world), float(evidence.case.accumulation)
     declared = evidence.conventions
-    summed = (world, "summed over ranks") if declared.gradients == "mean" else (
-        1.0 / world,
-        "averaged over ranks",
+    summed = (
+        (world, "summed over ranks")
+        if declared.gradients == "mean"
+        else (
+            1.0 / world,
+            "averaged over ranks",
+        )
     )
     divided = (
         (micro, "the wrapper left the loss undivided")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from conformance.causes import Cause
-from conformance.checks.evidence import Evidence, Ledger, compare_trees, observed, place
-from conformance.checks.registry import check
+from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import GRADIENTS
+from conformance.checks.registry import check
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 
@@ -47,13 +48,15 @@ def clip_norm(evidence: Evidence, ledger: Ledger) -> None:
             evidence.oracle.bound(rank, "grad_norm", dict(seen.where)),
             name=name,
             moment=seen.moment,
-            suspects=lambda rank=rank, seen=seen: [
-                (cause, as_tensor(seen.value).new_tensor(value))
-                for cause, value in wrong_norms(evidence, rank, seen)
-            ],
+            suspects=partial(_norm_suspects, evidence, rank, seen),
             rank=rank,
             **seen.where,
         )
+
+
+def _norm_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Suspect]:
+    scalar = as_tensor(seen.value)
+    return [(cause, scalar.new_tensor(value)) for cause, value in wrong_norms(evidence, rank, seen)]
 
 
 def wrong_norms(evidence: Evidence, rank: int, seen: Observation) -> list[tuple[Cause, float]]:
@@ -120,9 +123,7 @@ def combined(parts: list[float], p: float) -> float:
 @check("clip.gradients", profile="core", needs=GRADIENTS, any_of=CLIPS)
 def clip_gradients(evidence: Evidence, ledger: Ledger) -> None:
     """After clipping every gradient is the oracle's clipped gradient."""
-    norms = {
-        seen.where["step"]: seen for seen in evidence.expected("grad_norm") if bites(seen)
-    }
+    norms = {seen.where["step"]: seen for seen in evidence.expected("grad_norm") if bites(seen)}
     compare_trees(
         evidence,
         ledger,
@@ -133,9 +134,7 @@ def clip_gradients(evidence: Evidence, ledger: Ledger) -> None:
     )
 
 
-def clipped_suspects(
-    evidence: Evidence, norms: Mapping[Any, Observation]
-) -> Callable[[int, Observation, str], list[Suspect]]:
+def clipped_suspects(evidence: Evidence, norms: Mapping[Any, Observation]) -> Suspects:
     """The gradient as it was before, and as it is after clipping by a wrong norm."""
 
     def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:

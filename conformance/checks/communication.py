@@ -54,7 +54,7 @@ def no_sync_collectives(evidence: Evidence, ledger: Ledger) -> None:
                 _hold_once(evidence, ledger, synced, rank, step, seen.moment)
 
 
-def _hold_silence(  # noqa: PLR0913, PLR0917 - private; the coordinates of one place
+def _hold_silence(
     ledger: Ledger, rows: list[Row], rank: int, step: int, micro: int, moment: Moment
 ) -> None:
     """No row reduces more than a scalar, which is bookkeeping."""
@@ -71,7 +71,7 @@ def _hold_silence(  # noqa: PLR0913, PLR0917 - private; the coordinates of one p
     )
 
 
-def _hold_once(  # noqa: PLR0913, PLR0917 - private; the coordinates of one place
+def _hold_once(
     evidence: Evidence, ledger: Ledger, rows: list[Row], rank: int, step: int, moment: Moment
 ) -> None:
     """Per group of ranks, as many elements are reduced as there are, padding allowed."""
@@ -99,7 +99,10 @@ def _hold_once(  # noqa: PLR0913, PLR0917 - private; the coordinates of one plac
 
 
 def _elements(evidence: Evidence, step: int, collectives: int) -> tuple[int, int]:
-    """(elements that have a gradient, elements of all trainable parameters with padding)."""
+    """(elements that have a gradient, most that may be reduced, padding included).
+
+    Twice what is needed is never padding, unless the parameters are smaller than their padding.
+    """
     parts = anatomy(evidence.model)
     trainable = [name for name in parts.distinct if name not in parts.frozen]
     used = {
@@ -108,8 +111,12 @@ def _elements(evidence: Evidence, step: int, collectives: int) -> tuple[int, int
         for name in evidence.oracle.reference.get(rank, "gradients_of_rank", step=step)
     }
     needed = sum(parts.numel(name) for name in trainable if name in used)
-    padded = sum(parts.padded(name, evidence.world) for name in trainable)
-    return needed, padded + ALIGNMENT * (len(trainable) + evidence.world * collectives)
+    padded = sum(
+        max(parts.padded(name, evidence.world), -(-parts.numel(name) // ALIGNMENT) * ALIGNMENT)
+        for name in trainable
+    )
+    aligned = padded + ALIGNMENT * evidence.world * collectives
+    return needed, min(aligned, max(padded, 2 * needed - 1))
 
 
 @check(

@@ -6,7 +6,7 @@ A check is a pure function of an `Evidence`; it may be run again on a stored his
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -239,7 +239,11 @@ def compare_trees(  # noqa: PLR0913 - the options of one loop, all by name
             if not only(seen.where):
                 continue
             got = evidence.history.get(rank, got_as or what, **seen.where)
-            pair = _Pair(evidence=evidence, rank=rank, seen=seen, got=got)
+            moment = seen.moment
+            if got_as is not None:  # an error is as old as what the wrapper did
+                own = evidence.oracle.reference.find(rank, got_as, seen.where)
+                moment = seen.moment if own is None else own.moment
+            pair = _Pair(evidence=evidence, rank=rank, seen=replace(seen, moment=moment), got=got)
             for key in filter(keys, sorted({*got, *seen.value})):
                 pair.compare(ledger, key, noun, suspects)
 

@@ -8,6 +8,7 @@ from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.registry import check
 from conformance.checks.sharding import needed, numel, shapes, size_of
 from conformance.models import ModelCase
+from conformance.scenarios.memory import STEPS
 
 MEMORY = frozenset({"memory"})
 STEADY = 1
@@ -88,7 +89,7 @@ def _part(evidence: Evidence, part: str) -> tuple[int, int]:
     claimed = f"shard.{part}" in evidence.capabilities
     shards = evidence.world // evidence.replicas if claimed else 1
     share = whole = 0
-    for dtype, counted in shapes(evidence, part).items():
+    for dtype, counted in shapes(evidence, part, step=STEPS - 1).items():
         size = size_of(dtype)
         whole += size * sum(numel(shape) for shape in counted)
         share += needed(counted, size, shards) // shards

@@ -13,7 +13,7 @@ _OBSERVED_IN = {"clip": "grad_norm", "optimizer": "parameters", "after": "parame
 
 
 def moment_of(reference: History, label: str) -> Moment:
-    """The moment of ``step 3/micro 1`` and the like; the start of its phase if nothing is closer."""
+    """The moment of ``step 3/micro 1`` and the like; at worst the start of its phase."""
     phase, _, part = label.partition("/")
     ordinals = {p.name: p.ordinal for p in reference.ranks[0].phases}
     start = (ordinals.get(phase, 0), -1)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, compare_trees, observed, place
-from conformance.checks.registry import check
 from conformance.checks.gradients import GRADIENTS, gradient_suspects
+from conformance.checks.registry import check
 from conformance.history import Observation
 
 

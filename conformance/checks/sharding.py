@@ -42,12 +42,12 @@ def _stored(evidence: Evidence, part: str) -> dict[str, int]:
     return total
 
 
-def shapes(evidence: Evidence, part: str) -> dict[str, Shapes]:
-    """The oracle's shapes of one part, by dtype; a tied parameter counts once."""
+def shapes(evidence: Evidence, part: str, *, step: int = 0) -> dict[str, Shapes]:
+    """The oracle's shapes of one part after `step`, by dtype; a tied parameter counts once."""
     once = {name for name, _ in evidence.model.build().named_parameters()}
     what = {"parameters": "parameters", "optimizer": "optimizer_state"}[part]
     found: dict[str, Shapes] = {}
-    for key, value in evidence.oracle.reference.get(0, what, step=0).items():
+    for key, value in evidence.oracle.reference.get(0, what, step=step).items():
         fqn = key if part == "parameters" else key.rpartition("/")[0]
         tensor = as_tensor(value)
         if fqn in once and (part == "parameters" or tensor.dim()):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.anatomy import anatomy
-from conformance.checks.evidence import Evidence, Ledger, compare_trees, observed, place
-from conformance.checks.registry import Applies, check
+from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import ANY_TRAINING
+from conformance.checks.registry import TRAINING, Applies, check
 from conformance.checks.updates import stepped
 from conformance.explain import Suspect, is_scaled, ratio
 from conformance.history import Observation, as_tensor
@@ -101,7 +99,8 @@ def unused_convention(evidence: Evidence, ledger: Ledger) -> None:
         for name in unused:
             value = got.get(name)
             empty = value is None or not bool(as_tensor(value).any())
-            held = empty and (value is None) == (declared == "none")
+            # the oracle keeps the declared convention
+            held = empty and (value is None) == (seen.value.get(name) is None)
             cause = Cause.CONVENTION_BROKEN if empty else Cause.UNEXPECTED_GRADIENT
             found = "none" if value is None else "zero" if empty else "not zero"
             ledger.hold(
@@ -136,24 +135,28 @@ def _unused(evidence: Evidence) -> set[str]:
 
 
 def _other_course(evidence: Evidence, rank: int, seen: Observation, key: str) -> list[Suspect]:
-    """The parameter as the convention that is not declared would have moved it."""
-    start = evidence.oracle.reference.get(rank, "parameters", step=-1)[key]
-    if evidence.conventions.unused_grad == "zero":
+    """The parameter as the other choice between no gradient and a zero one would have moved it."""
+    reference, step = evidence.oracle.reference, int(seen.where["step"])
+    start = reference.get(rank, "parameters", step=-1)[key]
+    if reference.get(rank, "gradients", step=0).get(key) is not None:
         return [(Cause.CONVENTION_BROKEN, start)]
-    zeros = [torch.zeros_like(start)] * (int(seen.where["step"]) + 1)
+    zeros = [torch.zeros_like(start)] * (step + 1)
     decayed = stepped(OPTIMIZERS[evidence.case.optimizer], start, zeros)
     return [(Cause.CONVENTION_BROKEN, decayed)]
 
 
-@check("buffers.convention", profile="core", scenarios=ANY_TRAINING, applies=having("buffers"))
+@check(
+    "buffers.convention",
+    profile="core",
+    scenarios=TRAINING | {"eval_first"},  # what a load brings back is judged as a load
+    applies=having("buffers"),
+)
 def buffers_convention(evidence: Evidence, ledger: Ledger) -> None:
     """After every step each rank's buffers are what the declared convention makes of them."""
-    compare_trees(
-        evidence, ledger, "buffers", noun="buffer", suspects=_buffer_suspects(evidence)
-    )
+    compare_trees(evidence, ledger, "buffers", noun="buffer", suspects=_buffer_suspects(evidence))
 
 
-def _buffer_suspects(evidence: Evidence) -> Callable[[int, Observation, str], list[Suspect]]:
+def _buffer_suspects(evidence: Evidence) -> Suspects:
     """The mean over ranks, another rank's buffer, and the course of the other convention."""
     reference = evidence.oracle.reference
 
@@ -192,5 +195,3 @@ def _from_other_rank(
     if factor is None or not 0.0 < factor <= 1.0 or not is_scaled(gap, kept, bound):
         return None
     return (expected.double() + factor * kept).to(expected.dtype)
-
-

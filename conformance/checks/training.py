@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import (
@@ -17,6 +19,7 @@ from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.optimizers import OPTIMIZERS
 
+
 @check("losses.value", profile="core", scenarios=ANY_TRAINING | {"two_forwards"})
 def losses_value(evidence: Evidence, ledger: Ledger) -> None:
     """Every rank's loss of every micro-batch, and of evaluation, is the oracle's."""
@@ -30,7 +33,7 @@ def losses_value(evidence: Evidence, ledger: Ledger) -> None:
                 evidence.oracle.bound(rank, what, dict(seen.where)),
                 name=f"{what.replace('_', ' ')} at {place(seen.where, rank)}",
                 moment=seen.moment,
-                suspects=lambda rank=rank, seen=seen: _loss_suspects(evidence, rank, seen),
+                suspects=partial(_loss_suspects, evidence, rank, seen),
                 rank=rank,
                 **seen.where,
             )
@@ -42,11 +45,11 @@ def _loss_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Sus
     expected = as_tensor(seen.value)
     stale = reference.find(rank, f"stale_{seen.what}", seen.where)
     found: list[Suspect] = [] if stale is None else [(Cause.STALE, as_tensor(stale.value))]
-    for other in range(evidence.world):
-        if other != rank:
-            found.append(
-                (Cause.OTHER_RANK, as_tensor(reference.get(other, seen.what, **seen.where)))
-            )
+    found += [
+        (Cause.OTHER_RANK, as_tensor(reference.get(other, seen.what, **seen.where)))
+        for other in range(evidence.world)
+        if other != rank
+    ]
     found.append((Cause.SUMMED_NOT_AVERAGED, expected * evidence.world))
     found.append((Cause.DIVIDED_TWICE, expected / micro_batches))
     found.append((Cause.DIVIDED_TWICE, expected / evidence.world))
@@ -55,7 +58,7 @@ def _loss_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Sus
 
 @check("gradients.scale", profile="core", needs=GRADIENTS, applies=one_micro_batch)
 def gradients_scale(evidence: Evidence, ledger: Ledger) -> None:
-    """Gradients of one backward have the declared scale: no factor separates them from the oracle."""
+    """Gradients of one backward have the declared scale: no factor separates them from truth."""
     for rank in range(evidence.world):
         for seen in evidence.expected("gradients", rank):
             got = evidence.history.get(rank, "gradients", **seen.where)
@@ -92,7 +95,7 @@ def scale_cause(factor: float, evidence: Evidence) -> Cause:
 
 @check("gradients.value", profile="core", needs=GRADIENTS, scenarios=ANY_TRAINING)
 def gradients_value(evidence: Evidence, ledger: Ledger) -> None:
-    """The gradient of every parameter, before clipping and before the optimizer, is the oracle's."""
+    """Every parameter's gradient, before clipping and before the optimizer, is the oracle's."""
     compare_trees(
         evidence, ledger, "gradients", noun="gradient of", suspects=gradient_suspects(evidence)
     )
@@ -119,7 +122,7 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
                 evidence.oracle.bound(rank, "parameters", {"step": 0}, key),
                 name=f"change of {key} in step 0, rank {rank},",
                 moment=seen.moment,
-                suspects=lambda rank=rank, key=key: first_step_suspects(evidence, rank, key),
+                suspects=partial(first_step_suspects, evidence, rank, key),
                 rank=rank,
                 step=0,
                 fqn=key,

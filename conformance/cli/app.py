@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from conformance.errors import UsageError
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
 
 PROGRAM = "fsdp-conformance"
+
+# the base of the parser's errors, by a public name: typer may bring a parser of its own
+WRONG_USAGE: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name=PROGRAM,
@@ -45,15 +48,15 @@ def run(  # noqa: PLR0913 - one parameter an option
     world: World = 2,
     device: Device = "auto",
     variant: Annotated[str | None, typer.Option(help="Pattern; without it all variants.")] = None,
-    profile: Annotated[list[str] | None, typer.Option(help="Profile of checks; repeatable.")] = None,
-    check: Annotated[list[str] | None, typer.Option(help="Pattern of checks; repeatable.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Pattern of models; repeatable.")] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="Profile of checks.")] = None,
+    check: Annotated[list[str] | None, typer.Option(help="Pattern of checks.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Pattern of models.")] = None,
     expect: Annotated[Path | None, typer.Option(help="File of expected findings.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the log and the histories.")] = None,
     jobs: Jobs = None,
     timeout: Timeout = 60.0,
     seed: Seed = 0,
-    quiet: Quiet = False,  # noqa: FBT002 - typer's form of a flag
+    quiet: Quiet = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Judge adapters: every variant, every check, every model."""
     from conformance.cli.running import RunOptions, run_command
@@ -101,9 +104,7 @@ def repro(
     """Repeat one finding."""
     from conformance.cli.repeating import repro_command
 
-    raise typer.Exit(
-        repro_command(id, world=world, device=device, mutant=mutant, timeout=timeout)
-    )
+    raise typer.Exit(repro_command(id, world=world, device=device, mutant=mutant, timeout=timeout))
 
 
 @app.command()
@@ -118,12 +119,18 @@ def recheck(
 
 @app.command()
 def selftest(
-    world: World = 2, device: Device = "auto", jobs: Jobs = None, timeout: Timeout = 60.0
+    world: World = 2,
+    device: Device = "auto",
+    mutant: Annotated[list[str] | None, typer.Option(help="Pattern of mutants.")] = None,
+    jobs: Jobs = None,
+    timeout: Timeout = 60.0,
 ) -> None:
     """Plant every defect, and see that its check reports it first, with its cause."""
     from conformance.cli.selftesting import selftest_command
 
-    raise typer.Exit(selftest_command(world=world, device=device, jobs=jobs, timeout=timeout))
+    raise typer.Exit(
+        selftest_command(mutant or (), world=world, device=device, jobs=jobs, timeout=timeout)
+    )
 
 
 def main() -> None:
@@ -131,14 +138,12 @@ def main() -> None:
     # as `python -m` does: adapters of the working directory can be named
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    wrong_usage = typer.BadParameter.__bases__[0]
-    status: int
     try:
         returned = app(prog_name=PROGRAM, standalone_mode=False)
         status = returned if isinstance(returned, int) else 0
     except UsageError as error:
         status = _complain(str(error), EXIT_USAGE)
-    except wrong_usage as error:
+    except WRONG_USAGE as error:
         status = _complain(error.format_message(), EXIT_USAGE)
     except (KeyboardInterrupt, typer.Abort):
         status = _complain("interrupted", EXIT_INTERRUPTED)

@@ -18,10 +18,17 @@ from conformance.matrix import Matrix, NotStored
 from conformance.models import cases
 from conformance.mutants import mutant_named
 from conformance.optimizers import OPTIMIZERS
-from conformance.plan import Planned
 from conformance.probes import probed_capabilities
-from conformance.report.lines import LOG_NAME, Log, LogError, Reported, Role, dumps, finding_line
-from conformance.report.lines import read_log
+from conformance.report.lines import (
+    LOG_NAME,
+    Log,
+    LogError,
+    Reported,
+    Role,
+    dumps,
+    finding_line,
+    read_log,
+)
 from conformance.report.log import RunLog, status_of
 from conformance.report.text import WIDTH, finding_text, indented, report_text
 from conformance.scenarios import SCENARIOS
@@ -32,9 +39,7 @@ from conformance.work import items_of_log, planned_again
 COMPLETED = "run.completed"
 
 
-def repro_command(
-    id: str, *, world: int, device: str, mutant: str | None, timeout: float
-) -> int:
+def repro_command(id: str, *, world: int, device: str, mutant: str | None, timeout: float) -> int:
     """Run the case of one finding and judge it; returns the exit status of that finding.
 
     Raises:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import sys
 import tempfile
 import time
@@ -12,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conformance.cli.interrupt import leave
 from conformance.cli.show import Progress, progress_for
 from conformance.errors import UsageError
 from conformance.expectations import Expectations, read_expectations
@@ -25,7 +24,6 @@ from conformance.report.log import RunLog
 from conformance.report.text import report_text
 from conformance.session import Session, Setting
 from conformance.work import Selection, Work, work_of
-from conformance.verdicts import EXIT_INTERRUPTED
 
 HISTORIES = "histories"
 PROBE_TIMEOUT = 20.0
@@ -77,7 +75,9 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             try:
                 judge_all(work, setting, expectations, log, progress, jobs)
             except KeyboardInterrupt:
-                _leave(folder, keep=options.out is not None)
+                kept = options.out is not None
+                note = f"{folder / LOG_NAME} is partial" if kept else ""
+                leave(None if kept else folder, note)
             stale = [] if selection.narrowed else expectations.stale()
             status = log.finish(stale=stale, seconds=time.monotonic() - started)
         if options.out is not None:
@@ -86,7 +86,7 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
     return status
 
 
-def judge_all(  # noqa: PLR0913 - what a run has
+def judge_all(
     work: Work,
     setting: Setting,
     expectations: Expectations,
@@ -136,19 +136,3 @@ def _folder(out: Path | None) -> Iterator[Path]:
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from error
     yield out.resolve()
-
-
-def _leave(folder: Path, *, keep: bool) -> None:
-    """End at once after an interrupt.
-
-    Threads may be waiting for ranks, which end by themselves when this process is gone; an orderly
-    exit would wait for them.
-    """
-    if keep:
-        sys.stderr.write(f"fsdp-conformance: interrupted; {folder / LOG_NAME} is partial\n")
-    else:
-        sys.stderr.write("fsdp-conformance: interrupted\n")
-        shutil.rmtree(folder, ignore_errors=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_INTERRUPTED)

@@ -30,7 +30,7 @@ class LastMicroBatchOnly(Adapter):
     case="mlp/train/accumulation=3,optimizer=sgd",
 )
 class WrapperDividesToo(Adapter):
-    """The wrapper divides the loss by the micro-batches although it is declared that it does not."""
+    """The wrapper divides the loss by the micro-batches although the caller does so already."""
 
     _accumulation = 1
 

@@ -45,9 +45,7 @@ class ReducedTwice(Adapter):
                 p.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
 
 
-@mutant(
-    check="collectives.order", cause=Cause.OTHER_COLLECTIVE, case="mlp/train/optimizer=sgd"
-)
+@mutant(check="collectives.order", cause=Cause.OTHER_COLLECTIVE, case="mlp/train/optimizer=sgd")
 class OtherDtypeOnRankOne(Adapter):
     """Rank 1 sends integers where the others send floats of the same size; all are zero."""
 

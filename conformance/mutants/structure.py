@@ -27,7 +27,8 @@ class UntiedAtBuild(Adapter):
     ) -> Wrapped:
         """Copy, then wrap."""
         head = model.get_submodule("head")
-        head.weight = nn.Parameter(head.weight.detach().clone())  # type: ignore[operator, union-attr]
+        assert isinstance(head, nn.Linear)
+        head.weight = nn.Parameter(head.weight.detach().clone())
         return super().build(model, make_optimizer, config)
 
 

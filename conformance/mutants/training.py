@@ -56,7 +56,7 @@ class NeverReduced(Adapter):
     bugs=("NVIDIA/Megatron-LM#5974",),
 )
 class WarmUpAdvancesOptimizer(Adapter):
-    """Optimizer state is materialised by a step that counts, so the first real step is too small."""
+    """Optimizer state is materialised by a step that counts: the first real one is too small."""
 
     def build(
         self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig

@@ -211,9 +211,8 @@ def _gave_up_waiting(dead: Sequence[RankTrace], missing: Missing) -> bool:
 def _hang(missing: Missing, traces: Sequence[RankTrace], now: float) -> Diagnosis:
     absent, record = missing.absent, missing.record
     parts = [_never(missing)]
-    for trace in traces:
-        if trace.waiting and trace is not absent:
-            parts.append(_waits(trace, now, known=record))
+    there = [trace for trace in traces if trace.waiting and trace is not absent]
+    parts += [_waits(trace, now, known=record) for trace in there]
     if absent.waiting:
         parts.append(_waits(absent, now))
     parts += [f"rank {t.rank} gave up: {t.exit}" for t in traces if t.dead]

@@ -8,7 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from conformance.report.lines import LOG_NAME, SCHEMA_VERSION, Log, Reported, Role, dumps, finding_line
+from conformance.report.lines import (
+    LOG_NAME,
+    SCHEMA_VERSION,
+    Log,
+    Reported,
+    Role,
+    dumps,
+    finding_line,
+)
 from conformance.verdicts import BAD, Verdict, exit_status
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from conformance.adapter import Wrapped
+from conformance.per_rank import each
 from conformance.scenarios.live_bytes import Meter, metering
 from conformance.scenarios.run import Run
 
@@ -12,15 +13,19 @@ STEPS = 4
 
 
 def memory(run: Run) -> None:
-    """Four steps, each followed by an evaluation; live bytes after each part."""
+    """Four steps, each followed by an evaluation; live bytes after each part.
+
+    Until the last reading nothing else is recorded: a history keeps the tensors that it is given.
+    """
     with metering(run.device) as meter:
         with run.phase("build"):
             w = run.build()
-            run.observe_built(w)
         watch = MemoryWatch(run=run, meter=meter)
         for step in range(STEPS):
             with run.phase(f"step {step}"):
                 watch.train_step(w, step)
+    with run.phase("end"):
+        run.observe_state(w, step=STEPS - 1)
 
 
 @dataclass(kw_only=True)
@@ -44,10 +49,8 @@ class MemoryWatch:
         run.mark(f"step {step}")
         result = run.adapter.step(w, run.micro_batches(step), run.model.loss)
         for micro, loss in enumerate(result.losses):
-            run.writer.write("loss", loss, step=step, micro=micro)
-        if step == 0:
-            run.observe_state(w, step)
-        del result
+            run.writer.write("loss", each(loss, float), step=step, micro=micro)
+        del result, loss
         self.at("step")
         run.mark(f"step {step}/eval")
         run.adapter.evaluate(w, run.batch(99, 0), run.model.loss)

@@ -10,7 +10,7 @@ from conformance.ranks import Job, RankVerdict, shared_pool
 
 def on_ranks(function: Callable[..., Any], world: int, **kwargs: Any) -> tuple[Any, ...]:
     """What ``function(context, **kwargs)`` returned on each rank of ``world`` CPU ranks."""
-    outcome = shared_pool(world).run(Job.of(function, **kwargs))
+    outcome = shared_pool(world, preload=("tests.fsdp.preload",)).run(Job.of(function, **kwargs))
     details = [r.traceback for r in outcome.reports if r is not None and r.traceback]
     assert outcome.verdict is RankVerdict.OK, "\n".join([outcome.sentence, *details])
     return outcome.values

@@ -91,6 +91,7 @@ def traits(case: ModelCase) -> set[str]:
     grads = gradients(case, [case.batch(0, 0, 0)])
     calls, outputs = calls_and_outputs(case)
     units = {name for name, inner in module.named_modules() if isinstance(inner, case.units)}
+    data = [t.numel() for t in tensors([case.batch(0, 0, 0), *outputs.values()])]
     measured = {
         "tied": len(named) > len(parameters),
         "uneven": not any(p.shape[0] % k == 0 for p in parameters for k in (2, 3, 4)),
@@ -103,6 +104,7 @@ def traits(case: ModelCase) -> set[str]:
         "reused": any(calls[unit] > 1 for unit in units),
         "strided": not all(p.is_contiguous() for p in parameters),
         "tokens": not any(t.is_floating_point() for t in inputs),
+        "wide": sum(p.numel() for p in parameters) > 8 * sum(data),
         "images": any(t.dim() == 4 and not t.is_contiguous() for t in inputs),
     }
     return {name for name, holds in measured.items() if holds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -165,6 +166,12 @@ def test_a_project_with_the_same_names_finds_the_suite(
 
 def test_a_project_with_the_same_names_imports_the_suite(project: Path, unpacked: Path) -> None:
     in_project(project, unpacked, [PYTHON, "-c", USE])
+
+
+def test_a_project_with_the_same_names_uses_the_command(project: Path, unpacked: Path) -> None:
+    command = [PYTHON, "-m", "conformance", "list", "checks", "--json"]
+    listed = json.loads(in_project(project, unpacked, command))
+    assert "losses.value" in [row["check"] for row in listed]
 
 
 def _copy(source: Path, target: Path) -> None:

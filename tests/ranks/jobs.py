@@ -95,7 +95,7 @@ def skip_on_rank_1(context: RankContext, *, collective: bool) -> None:
 def die(context: RankContext, *, how: str) -> None:
     dist.all_reduce(torch.ones(2))
     if context.rank == 1:
-        print("last words", flush=True)
+        sys.stdout.write("last words\n")
         _die(how)
     dist.all_reduce(torch.ones(2))
 
@@ -273,7 +273,7 @@ def print_without_end(context: RankContext, *, megabytes: int) -> None:
     for _ in range(megabytes):
         sys.stdout.write(line * 1024)
     time.sleep(1.0)
-    print("the end", flush=True)
+    sys.stdout.write("the end\n")
 
 
 def fork_a_child_that_returns(context: RankContext) -> str:

@@ -186,7 +186,7 @@ def test_no_rank_is_accused_of_what_its_overwritten_records_cannot_tell() -> Non
     elsewhere = replace(REDUCE, stream="tp", group="tp", index=500, nth=500, group_ranks=(1,))
     found = judge(trace(0, REDUCE), trace(1, elsewhere))
     assert found.verdict is RankVerdict.HANG
-    assert found.sentence.startswith("rank 0 did not end within 60 s; its last collective was")
+    assert found.sentence.startswith("rank 0 did not end within 60 s, its last collective was")
 
 
 def test_checksums_tell_what_the_records_do_not() -> None:

@@ -165,7 +165,7 @@ def test_the_error_of_an_import_inside_the_module_is_not_hidden(tmp_path: Path) 
 
 
 def test_a_missing_attribute_is_named() -> None:
-    with pytest.raises(ImportError, match="has no 'Holder.nothing'"):
+    with pytest.raises(ImportError, match=r"has no 'Holder\.nothing'"):
         load_function(Job(module="tests.ranks.jobs", qualname="Holder.nothing"))
 
 

@@ -21,7 +21,7 @@ def assert_next_job_runs(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["kept", "fresh"])
-def test_every_rank_returns_its_value(pool: RankPool, fresh: bool) -> None:
+def test_every_rank_returns_its_value(pool: RankPool, *, fresh: bool) -> None:
     outcome = pool.run(Job.of(jobs.sum_over_ranks, size=2), fresh=fresh)
     assert outcome.verdict is RankVerdict.OK, outcome.sentence
     assert outcome.values == ([3.0, 3.0], [3.0, 3.0])
@@ -107,7 +107,7 @@ def test_skip_on_all_ranks(pool: RankPool, kind: str) -> None:
 
 @short_grace
 @pytest.mark.parametrize("collective", [False, True], ids=["done", "waiting"])
-def test_skip_on_one_rank_only_is_an_error(pool: RankPool, collective: bool) -> None:
+def test_skip_on_one_rank_only_is_an_error(pool: RankPool, *, collective: bool) -> None:
     outcome = pool.run(Job.of(jobs.skip_on_rank_1, collective=collective), timeout=20)
     assert outcome.verdict is RankVerdict.ERROR
     assert outcome.sentence.startswith("rank 1 skipped (not here), rank 0 did not")
@@ -281,9 +281,9 @@ def test_a_closed_pool_refuses() -> None:
 
 
 def test_a_preload_that_cannot_be_imported_is_named() -> None:
-    with RankPool(world=1, preload=["no_such_module"]) as pool:
-        with pytest.raises(RuntimeError, match="cannot preload no_such_module"):
-            pool.run(Job.of(jobs.describe))
+    broken = RankPool(world=1, preload=["no_such_module"])
+    with broken, pytest.raises(RuntimeError, match="cannot preload no_such_module"):
+        broken.run(Job.of(jobs.describe))
 
 
 def test_arguments_that_cannot_be_sent_are_refused(pool: RankPool) -> None:

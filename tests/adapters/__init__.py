@@ -1,0 +1,1 @@
+"""The adapters of PyTorch's own wrappers, held against plain modules."""

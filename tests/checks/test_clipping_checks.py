@@ -1,0 +1,128 @@
+"""Norms and clipped gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance.causes import Cause
+from conformance.checks import CHECKS, Ledger
+from conformance.checks.clipping import combined, norm_of
+from conformance.checks.gradients import GRADIENTS
+from tests.checks.literal import Story, cause, training
+
+AT = {"step": 1, "p": "2", "max_norm": 0.1}
+
+
+def whole(story: Story) -> float:
+    return float(story.value("grad_norm", **AT))
+
+
+def test_norms_of_parts_that_make_up_the_whole_are_local() -> None:
+    story = training()
+    norm = whole(story)
+    for rank, share in enumerate((0.36, 0.64)):
+        story.instead("grad_norm", torch.tensor(norm * share**0.5), rank=rank, **AT)
+    assert cause("clip.norm", story) is Cause.LOCAL_NORM
+
+
+def test_the_norm_of_one_cut_on_dim_0_is_local() -> None:
+    story = training()
+    tree = story.value("gradients", step=1)
+    parts = [g.chunk(2)[0] for g in tree.values() if isinstance(g, Tensor)]
+    local = torch.stack([part.norm() for part in parts]).norm()
+    story.instead("grad_norm", local, **AT)
+    assert cause("clip.norm", story) is Cause.LOCAL_NORM
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [
+        (math.sqrt(2), Cause.COUNTED_TWICE),
+        (2.0, Cause.SUMMED_NOT_AVERAGED),
+        (0.5, Cause.DIVIDED_TWICE),
+        (0.77, Cause.UNEXPLAINED),
+    ],
+)
+def test_a_norm_of_the_wrong_size_is_named(factor: float, expected: Cause) -> None:
+    story = training()
+    story.instead("grad_norm", torch.tensor(whole(story) * factor), **AT)
+    assert cause("clip.norm", story) is expected
+
+
+def test_a_tied_parameter_counted_per_name_is_counted_twice() -> None:
+    story = training()
+    story.instead("grad_norm", norm_of(story.value("gradients", step=1), 2.0), **AT)
+    assert cause("clip.norm", story) is Cause.COUNTED_TWICE
+
+
+def test_the_norm_of_unreduced_gradients_is_named() -> None:
+    story = training()
+    story.capabilities -= GRADIENTS
+    own = story.value("gradients_of_rank", 1, step=1)
+    norm = norm_of({n: own[n] for n in ("body", "bias", "head")}, 2.0)
+    story.instead("grad_norm", norm, **AT)
+    assert cause("clip.norm", story) is Cause.NOT_REDUCED
+
+
+def test_no_norm_at_all_is_a_mismatch() -> None:
+    story = training()
+    story.instead("grad_norm", None, **AT)
+    assert cause("clip.norm", story) is Cause.MISSING_KEY
+
+
+def test_a_norm_may_be_a_plain_number() -> None:
+    story = training()
+    story.instead("grad_norm", whole(story), **AT)
+    assert cause("clip.norm", story) is None
+
+
+def test_gradients_left_as_they_were_are_not_clipped() -> None:
+    story = training()
+    story.instead("clipped", story.value("gradients", step=1), step=1)
+    assert cause("clip.gradients", story) is Cause.NOT_CLIPPED
+
+
+def test_gradients_clipped_by_a_wrong_norm_are_named() -> None:
+    story = training()
+    tree = story.value("clipped", step=1)
+    halved = {n: g / math.sqrt(2) for n, g in tree.items() if isinstance(g, Tensor)}
+    story.instead("clipped", halved, step=1)
+    assert cause("clip.gradients", story) is Cause.COUNTED_TWICE
+
+
+@pytest.mark.parametrize("check", ["clip.norm", "clip.gradients"])
+def test_a_threshold_that_does_not_bite_proves_nothing(check: str) -> None:
+    story = training()
+    story.seen = [
+        (what, {**where, "max_norm": 1e6} if what == "grad_norm" else where, values, moment)
+        for what, where, values, moment in story.seen
+    ]
+    ledger = Ledger()
+    CHECKS[check].judge(story.evidence(), ledger)  # type: ignore[misc]
+    assert ledger.comparisons == 0
+
+
+def test_norms_that_are_not_claimed_are_told() -> None:
+    story, ledger = training(), Ledger()
+    story.capabilities -= {"clip.p1"}
+    CHECKS["clip.norm"].judge(story.evidence(), ledger)  # type: ignore[misc]
+    assert ledger.notes == ["not claimed: clip.p1"]
+
+
+@given(
+    st.lists(st.integers(-50, 50), min_size=2, max_size=12),
+    st.integers(1, 11),
+    st.sampled_from([1.0, 2.0, math.inf]),
+)
+def test_the_norm_of_the_whole_follows_from_its_parts(
+    numbers: list[int], cut: int, p: float
+) -> None:
+    values = torch.tensor(numbers, dtype=torch.float64)
+    parts = [float(part.norm(p)) for part in (values[:cut], values[cut:]) if part.numel()]
+    assert combined(parts, p) == pytest.approx(float(values.norm(p)))

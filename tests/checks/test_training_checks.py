@@ -1,0 +1,194 @@
+"""Losses, gradients and parameters: right runs hold, each defect is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.adapter import Conventions
+from conformance.causes import Cause
+from conformance.checks.updates import stepped
+from conformance.optimizers import OPTIMIZERS
+from tests.checks.literal import Story, cause, first_mismatch, tied, training
+
+SINGLE = [
+    "losses.value",
+    "gradients.scale",
+    "gradients.value",
+    "parameters.first_step",
+    "parameters.end",
+    "tied.one",
+    "frozen.kept",
+    "buffers.convention",
+    "clip.norm",
+    "clip.gradients",
+    "dtypes.results",
+    "collectives.order",
+    "eval.unchanged",
+]
+SEVERAL = ["accumulation.big_batch", "conventions.kept", "no_sync.collectives"]
+
+
+@pytest.mark.parametrize("check", SINGLE)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_right_run_holds(check: str, optimizer: str) -> None:
+    assert cause(check, training(optimizer=optimizer)) is None
+
+
+@pytest.mark.parametrize("check", [*SINGLE, *SEVERAL])
+def test_a_right_run_with_accumulation_holds(check: str) -> None:
+    story = training(accumulation=3)
+    if check == "accumulation.big_batch":  # sums in another order differ in the last bit
+        gradient = story.value("gradients", step=0)["bias"]
+        story.instead("gradients", {"bias": torch.nextafter(gradient, gradient + 1)}, step=0)
+    assert cause(check, story) is None
+
+
+def test_the_loss_of_older_weights_is_stale() -> None:
+    story = training()
+    story.instead("loss", story.value("stale_loss", 1, step=1, micro=0), rank=1, step=1, micro=0)
+    first = first_mismatch("losses.value", story)
+    assert first is not None
+    assert first.cause is Cause.STALE
+    assert (first.where["rank"], first.where["step"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda loss: loss * 2, Cause.SUMMED_NOT_AVERAGED),
+        (lambda loss: loss / 3, Cause.DIVIDED_TWICE),
+        (lambda loss: loss * 0, Cause.ZERO),
+        (lambda loss: loss * torch.nan, Cause.NON_FINITE),
+    ],
+)
+def test_the_loss_of_a_wrong_scale_is_named(change: object, expected: Cause) -> None:
+    story = training(accumulation=3)
+    loss = story.value("loss", step=0, micro=0)
+    story.instead("loss", change(loss), rank=0, step=0, micro=0)  # type: ignore[operator]
+    assert cause("losses.value", story) is expected
+
+
+def test_the_loss_of_evaluation_counts() -> None:
+    story = training()
+    story.instead("eval_loss", torch.tensor(2.5), rank=0, index=0)
+    assert cause("losses.value", story) is Cause.OTHER_RANK
+
+
+def test_evaluation_may_take_over_buffers_or_not() -> None:
+    story = training()
+    story.conventions = Conventions(buffers="rank0")
+    story.instead("eval_loss", torch.tensor(2.5), rank=0, index=0)
+    assert cause("losses.value", story) is None
+
+
+def _scaled(story: Story, factor: float) -> Story:
+    for step in range(2):
+        tree = story.value("gradients", step=step)
+        changed = {n: g * factor for n, g in tree.items() if isinstance(g, Tensor)}
+        story.instead("gradients", changed, step=step)
+    return story
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [
+        (2.0, Cause.SUMMED_NOT_AVERAGED),
+        (0.5, Cause.DIVIDED_TWICE),
+        (0.0, Cause.ZERO),
+        (-1.0, Cause.SIGN),
+        (0.8, Cause.SCALED),
+    ],
+)
+@pytest.mark.parametrize("check", ["gradients.scale", "gradients.value"])
+def test_the_scale_of_all_gradients_is_named(check: str, factor: float, expected: Cause) -> None:
+    assert cause(check, _scaled(training(), factor)) is expected
+
+
+def test_one_wrong_gradient_is_no_matter_of_scale() -> None:
+    story = training()
+    gradient = story.value("gradients", step=0)["bias"]
+    story.instead("gradients", {"bias": gradient * 2}, step=0)
+    assert cause("gradients.scale", story) is None
+    assert cause("gradients.value", story) is Cause.SUMMED_NOT_AVERAGED
+
+
+@pytest.mark.parametrize(
+    ("source", "rank", "expected"),
+    [
+        ("gradients_of_rank", 0, Cause.NOT_REDUCED),
+        ("gradients_of_rank", 1, Cause.OTHER_RANK),
+        ("gradients_last_micro", 0, Cause.LAST_MICRO_BATCH_ONLY),
+    ],
+)
+def test_a_gradient_from_the_wrong_source_is_named(source: str, rank: int, expected: Cause) -> None:
+    story = training(accumulation=3)
+    story.instead("gradients", story.value(source, rank, step=0), rank=0, step=0)
+    assert cause("gradients.value", story) is expected
+
+
+def test_a_missing_gradient_and_one_too_many_are_named() -> None:
+    story = training()
+    story.instead("gradients", {"bias": None}, step=0)
+    assert cause("gradients.value", story) is Cause.MISSING_GRADIENT
+    story = training()
+    story.instead("gradients", {"kept": torch.zeros(2)}, step=0)
+    assert cause("gradients.value", story) is Cause.UNEXPECTED_GRADIENT
+
+
+def test_a_stale_gradient_is_named() -> None:
+    story = training()
+    story.instead("gradients", story.value("gradients", step=0), step=1)
+    assert cause("gradients.value", story) is Cause.STALE
+
+
+def _first_step(optimizer: str, factor: float, *, warm_up: bool) -> Story:
+    """The first step with gradients times `factor`, from a fresh or a used optimizer."""
+    story = training(optimizer=optimizer)
+    start, gradients = story.value("parameters", step=-1), story.value("gradients", step=0)
+    changed = {
+        name: stepped(
+            OPTIMIZERS[optimizer], start[name], [gradients[name] * factor], warm_up=warm_up
+        )
+        for name in ("body", "bias")
+    }
+    story.instead("parameters", tied(changed), step=0)
+    return story
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor", "warm_up", "expected"),
+    [
+        ("sgd", 2.0, False, Cause.SUMMED_NOT_AVERAGED),
+        ("sgd", 0.5, False, Cause.DIVIDED_TWICE),
+        ("adamw", 1.0, True, Cause.WRONG_STEP_COUNT),
+        ("sgd", 1.0, True, Cause.WRONG_STEP_COUNT),  # by its decay, which enters the momentum
+    ],
+)
+def test_a_wrong_first_step_is_named(
+    optimizer: str,
+    factor: float,
+    warm_up: bool,  # noqa: FBT001 - a column
+    expected: Cause,
+) -> None:
+    story = _first_step(optimizer, factor, warm_up=warm_up)
+    assert cause("parameters.first_step", story) is expected
+
+
+def test_adam_hides_the_scale_of_a_gradient() -> None:
+    assert cause("parameters.first_step", _first_step("adamw", 2.0, warm_up=False)) is None
+
+
+def test_parameters_of_the_step_before_are_stale() -> None:
+    story = training()
+    story.instead("parameters", story.value("parameters", step=0), rank=1, step=1)
+    first = first_mismatch("parameters.end", story)
+    assert first is not None
+    assert (first.cause, first.where["rank"]) == (Cause.STALE, 1)
+
+
+def test_only_the_end_counts_for_parameters_end() -> None:
+    story = training()
+    story.instead("parameters", story.value("parameters", step=-1), step=0)
+    assert cause("parameters.end", story) is None

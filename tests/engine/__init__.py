@@ -1,0 +1,1 @@
+"""An engine that owns backward and step, driven by the suite."""

@@ -1,0 +1,20 @@
+"""Imported by the fork server before it forks ranks: what every rank would otherwise do alone.
+
+The first optimizer of a process imports the compiler (seconds) and patches the optimizer classes,
+which a pool takes for a spoilt rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.tensor.parallel
+from torch import nn
+
+import fsdp  # noqa: F401 - imported for its ranks
+from fsdp.engine.hooks import guard_optimizers
+
+for _kind in (torch.optim.AdamW, torch.optim.SGD):
+    _kind([nn.Parameter(torch.empty(0))], lr=0.1)
+guard_optimizers(nn.Parameter(torch.empty(0)), "preload")

@@ -1,0 +1,341 @@
+"""Bad input is named: by type, by fragment, on every rank, without a hang."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from conformance.ranks import RankContext
+from fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from tests.fsdp.plain import DIM, batch, build, loss_of
+from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.test_training import shard_blocks
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(DIM, DIM)
+
+
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def sharded() -> nn.Module:
+    return fully_shard(linear())
+
+
+def twice() -> None:
+    fully_shard(sharded())
+
+
+def scalar() -> None:
+    module = linear()
+    module.temperature = nn.Parameter(torch.tensor(1.0))
+    fully_shard(module)
+
+
+def strided() -> None:
+    module = linear()
+    module.weight = nn.Parameter(torch.randn(DIM, DIM).t())
+    fully_shard(module)
+
+
+def two_dtypes() -> None:
+    module = nn.Sequential(linear(), linear().to(torch.float64))
+    fully_shard(module)(batch(0, 0))
+
+
+def grouped_root() -> None:
+    modules = [linear(), linear()]
+    fully_shard(modules)
+    modules[0](batch(0, 0))
+
+
+def child_first() -> None:
+    model = shard_blocks(build())
+    model.blocks[0](batch(0, 0))
+    model(batch(0, 0))
+
+
+def old_optimizer() -> None:
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fully_shard(module)
+    optimizer.step()
+
+
+def replaced() -> None:
+    module = sharded()
+    module.weight = nn.Parameter(torch.zeros(DIM, DIM))
+    module(batch(0, 0))
+
+
+def plain_on_named_mesh() -> None:
+    named = mesh(2, 1, names=("dp", "tp"))
+    fully_shard(linear(), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def reset_inner() -> None:
+    model = shard_blocks(build())
+    model(batch(0, 0))
+    model.blocks[0].reset_iter_state()
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "twice": (twice, AssertionError, "can only be applied to a module once"),
+    "container": (
+        lambda: fully_shard(nn.ModuleList([linear()])),
+        ValueError,
+        "does not support containers that do not implement forward",
+    ),
+    "mesh_3d": (
+        lambda: fully_shard(linear(), mesh=mesh(2, 1, 1, names=("a", "b", "c"))),
+        ValueError,
+        "fully_shard expects a 1D or 2D DeviceMesh but got",
+    ),
+    "mesh_2d_unnamed": (
+        lambda: fully_shard(linear(), mesh=mesh(1, 2)),
+        AssertionError,
+        "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+    ),
+    "scalar": (scalar, ValueError, "fully_shard doesn't support scalar parameters"),
+    "strided": (strided, NotImplementedError, "does not support non-contiguous parameters"),
+    "deepcopy": (
+        lambda: copy.deepcopy(sharded()),
+        AssertionError,
+        "FSDP does not support deepcopy",
+    ),
+    "int_no_factor": (
+        lambda: fully_shard(linear(), reshard_after_forward=3),
+        ValueError,
+        "it should be a factor of",
+    ),
+    "reshard_type": (
+        lambda: fully_shard(linear(), reshard_after_forward="yes"),
+        ValueError,
+        "reshard_after_forward should be a bool or an int",
+    ),
+    "placement": (
+        lambda: fully_shard(linear(), shard_placement_fn=lambda p: 1),
+        ValueError,
+        "Invalid shard_placement_fn result",
+    ),
+    "placement_dim": (
+        lambda: fully_shard(linear(), shard_placement_fn=lambda p: Shard(2)),
+        AssertionError,
+        "Shard dim 2 is invalid for 2D tensor",
+    ),
+    "uneven_dim_1": (
+        lambda: fully_shard(nn.Linear(3, 4, bias=False), shard_placement_fn=lambda p: Shard(1)),
+        NotImplementedError,
+        "FSDP does not support uneven sharding on dim 1",
+    ),
+    "two_dtypes": (two_dtypes, AssertionError, "FSDP expects uniform original parameter dtype"),
+    "meta": (
+        lambda: fully_shard(nn.Linear(4, 4, device="meta"))(torch.ones(1, 4)),
+        RuntimeError,
+        "FSDP parameters should be materialized from meta device before training",
+    ),
+    "grouped_root": (grouped_root, RuntimeError, "FSDP requires a single root module but got"),
+    "child_first": (
+        child_first,
+        RuntimeError,
+        "FSDP state has already been lazily initialized for blocks.0",
+    ),
+    "prefetch": (
+        lambda: sharded().set_modules_to_forward_prefetch([linear()]),
+        ValueError,
+        "Expects FSDPModule but got",
+    ),
+    "reshard_setter": (
+        lambda: sharded().set_reshard_after_forward(2),
+        ValueError,
+        "reshard_after_forward should be a bool",
+    ),
+    "buffers_bool": (
+        lambda: sharded().set_reduce_scatter_max_input_buffers(True),
+        TypeError,
+        "max_input_buffers must be an int",
+    ),
+    "buffers_zero": (
+        lambda: sharded().set_reduce_scatter_max_input_buffers(0),
+        ValueError,
+        "max_input_buffers must be a positive int",
+    ),
+    "method": (
+        lambda: register_fsdp_forward_method(sharded(), "encode"),
+        ValueError,
+        "does not have a method encode",
+    ),
+    "share": (lambda: share_comm_ctx([linear()]), ValueError, "Expects FSDPModule but got"),
+    "old_optimizer": (old_optimizer, ValueError, "sharded after it was made (weight, bias)"),
+    "replaced": (replaced, ValueError, "parameter 'weight' was replaced after sharding"),
+    "plain_on_named_mesh": (
+        plain_on_named_mesh,
+        ValueError,
+        "all parameters must be DTensors on the full SPMD mesh",
+    ),
+    "no_dims": (
+        lambda: DataParallelMeshDims(),
+        ValueError,
+        "At least one of shard or replicate must be set",
+    ),
+    "unknown_dim": (
+        lambda: fully_shard(
+            linear(),
+            mesh=mesh(2, 1, names=("dp", "tp")),
+            dp_mesh_dims=DataParallelMeshDims(shard="cp"),
+        ),
+        ValueError,
+        "Mesh dim name 'cp' not found",
+    ),
+    "unnamed_mesh": (
+        lambda: fully_shard(linear(), mesh=mesh(2), dp_mesh_dims=DataParallelMeshDims(shard="dp")),
+        ValueError,
+        "mesh must have mesh_dim_names",
+    ),
+    "reset_inner": (
+        reset_inner,
+        RuntimeError,
+        "reset_iter_state must be called on the root FSDP module",
+    ),
+    "dtype_type": (
+        lambda: MixedPrecisionPolicy(param_dtype="bf16"),
+        TypeError,
+        "param_dtype must be a torch.dtype",
+    ),
+    "dtype_int": (
+        lambda: MixedPrecisionPolicy(reduce_dtype=torch.int32),
+        ValueError,
+        "reduce_dtype must be a floating-point dtype",
+    ),
+    "empty_list": (lambda: fully_shard([]), ValueError, "empty sequence"),
+}
+
+
+def _raises(context: RankContext, case: str) -> list[str]:
+    try:
+        CASES[case][0]()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_named_on_every_rank(case: str) -> None:
+    _, kind, fragment = CASES[case]
+    for name, text in on_ranks(_raises, 2, case=case):
+        assert name == kind.__name__, text
+        assert fragment in text
+
+
+def _different_models(context: RankContext, what: str) -> str:
+    torch.manual_seed(0)
+    width = 12 if what == "shape" and context.rank == 1 else 13
+    model = nn.Sequential(nn.Linear(DIM, width), nn.Linear(width, DIM))
+    if what == "dtype" and context.rank == 1:
+        model.to(torch.float64)
+    if what == "frozen" and context.rank == 1:
+        model[1].bias.requires_grad_(False)
+    if what == "missing" and context.rank == 1:
+        model = nn.Sequential(nn.Linear(DIM, width))
+    fully_shard(model)
+    try:
+        model(batch(0, 0).to(model[0].weight.dtype))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "fragment"),
+    [
+        ("shape", "rank 0 has '0.weight' (13, 10) float32"),
+        ("dtype", "rank 1 has '0.weight' (13, 10) float64"),
+        ("frozen", "rank 1 has '1.bias' (10,) float32 frozen"),
+        ("missing", "rank 1 has no more parameters"),
+    ],
+)
+def test_ranks_with_different_models_all_hear_the_first_difference(
+    what: str, fragment: str
+) -> None:
+    assert fragment in agreed(_different_models, 2, what=what)
+
+
+def _problem_on_one_rank(context: RankContext) -> list[str]:
+    module = nn.Linear(DIM, DIM, device="meta" if context.rank == 1 else "cpu")
+    fully_shard(module)
+    try:
+        module(batch(0, 0))
+    except RuntimeError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def test_a_problem_of_one_rank_is_raised_on_all() -> None:
+    first, second = on_ranks(_problem_on_one_rank, 2)
+    assert first[0] == second[0] == "RuntimeError"
+    assert first[1].startswith("on rank 1: FSDP parameters should be materialized")
+    assert second[1].startswith("FSDP parameters should be materialized")
+
+
+def _repairable(context: RankContext) -> bool:
+    module = fully_shard(nn.Linear(DIM, DIM, device="meta"))
+    try:
+        module(batch(0, 0))
+    except RuntimeError:
+        module.to_empty(device="cpu")
+        module.apply(lambda m: m.reset_parameters())
+    return module(batch(0, 0)).isfinite().all().item()
+
+
+def test_a_refused_start_can_be_repaired() -> None:
+    assert agreed(_repairable, 2) is True
+
+
+def _offload_elsewhere(context: RankContext) -> str:
+    module = fully_shard(
+        nn.Linear(4, 4, device="meta"), offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
+    try:
+        module.unshard()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_meta_parameters_are_named() -> None:
+    assert "['weight', 'bias']" in agreed(_offload_elsewhere, 2)
+
+
+def _nan(context: RankContext) -> list[bool]:
+    module = fully_shard(nn.Linear(DIM, 2))
+    x = batch(0, context.rank)
+    if context.rank == 1:
+        x[0, 0] = float("nan")
+    loss_of(module, x).backward()
+    return [p.grad.full_tensor().isnan().all().item() for p in module.parameters()]
+
+
+def test_nan_gradients_are_kept() -> None:
+    assert agreed(_nan, 2) == [True, True]
+
+
+def test_a_sharded_class_can_be_told() -> None:
+    assert not isinstance(linear(), FSDPModule)
+    assert fully_shard.state(linear()) is None
