@@ -26,6 +26,7 @@ CAPABILITIES: Mapping[str, str] = {
     "clip.p1": "clip_grad_norm with the 1-norm",
     "clip.p2": "clip_grad_norm with the 2-norm",
     "clip.pinf": "clip_grad_norm with the maximum norm",
+    "clip.gradients": "full gradients can be read between clipping and the optimizer step",
     "two_forwards": "two forward passes before two backward passes",
     "unused_parameters": "trains a model with parameters that take no part in forward",
     "shard.parameters": "each rank stores a part of the parameters",

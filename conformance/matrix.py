@@ -21,7 +21,7 @@ from conformance.power import without_power
 from conformance.probes import claim_finding
 from conformance.report.lines import Reported, Role
 from conformance.session import OracleFailed, judge_stored
-from conformance.verdicts import Finding, Verdict
+from conformance.verdicts import COMPLETED, Finding, Verdict
 
 
 class NotStored(LookupError):
@@ -108,15 +108,15 @@ class Matrix:
             try:
                 judged = judge_stored(directory, self.root, chosen)
             except Exception as error:
-                id = "run.completed" if check is None else check.id
+                id = COMPLETED if check is None else check.id
                 text = f"the check itself raised {type(error).__name__}: {error}"
                 findings.append(self._fault(item, text, traceback.format_exc(), check=id))
             else:
-                findings += judged if check is None else judged[-1:]
+                findings += [f for f in judged if (f.check == COMPLETED) == (check is None)]
         return findings
 
     def _fault(
-        self, item: Item, sentence: str, trace: str = "", *, check: str = "run.completed"
+        self, item: Item, sentence: str, trace: str = "", *, check: str = COMPLETED
     ) -> Finding:
         first, _, rest = sentence.partition("\n")
         detail = "\n".join(part for part in (rest, trace) if part)

@@ -74,11 +74,13 @@ def plan(
     capabilities: frozenset[str], checks: Sequence[Check], chosen: Sequence[models.ModelCase]
 ) -> list[Planned]:
     """The cases that the given checks judge, for an adapter with these claims."""
+    # what only asks whether ranks come to the end asks it of every case
+    everywhere = bool(checks) and all(check.judge is None for check in checks)
     planned: list[Planned] = []
     for model in chosen:
         for case in _cases(model, capabilities):
             judging = judges(case, model, checks)
-            if judging:
+            if judging or everywhere:
                 planned.append(Planned(case=case, checks=judging))
     return planned
 
@@ -103,12 +105,17 @@ def plan_probes(
     found: list[Planned] = []
     for probe in unclaimed(capabilities):
         for planned in plan(capabilities | set(probe), checks, chosen):
-            about = tuple(check for check in planned.checks if check.needs & set(probe))
+            about = about_claim(planned.checks, probe)
             if planned.case not in cases or about:
                 judging = planned.checks if planned.case not in cases else about
                 found.append(Planned(case=planned.case, probe=probe, checks=judging))
                 break
     return found
+
+
+def about_claim(checks: Sequence[Check], probe: Sequence[str]) -> tuple[Check, ...]:
+    """Those of `checks` that are about one of the capabilities in `probe`."""
+    return tuple(check for check in checks if (check.needs | check.any_of) & set(probe))
 
 
 def _cases(model: models.ModelCase, capabilities: frozenset[str]) -> Iterator[Case]:

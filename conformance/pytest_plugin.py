@@ -1,14 +1,16 @@
 """pytest plugin, loaded at start-up in every environment that has this distribution installed.
 
-It knows how many workers `-n auto` should start in a project whose tests start ranks. It must do
-nothing to any other project: its one hook answers only where the project's own configuration says
-how many ranks a test uses (`fsdp_conformance_ranks = 2`), and leaves the answer to xdist elsewhere.
-It must not import torch, nor any module of the suite, unless that answer is asked for.
+It knows how many workers `-n auto` should start in a project whose tests start ranks, and where the
+workers of a run share histories. It must do nothing to any other project: its one hook answers only
+where the project's own configuration says how many ranks a test uses (`fsdp_conformance_ranks = 2`),
+and leaves the answer to xdist elsewhere; its one fixture is used by `parametrize_with_checks`.
+It must not import torch, nor any module of the suite, unless one of them is asked for.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -46,6 +48,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
             f"{RANKS_OPTION}: got {setting!r}, want a whole number above 0: the ranks of one test"
         )
     return max(1, (_accelerators() or _cores()) // int(setting))
+
+
+@pytest.fixture(scope="session")
+def conformance_histories(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """The histories of this test run, shared by its workers; ranks end with the session."""
+    from conformance.parametrize import Histories
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+    with Histories.open(shared / "conformance"):
+        yield
 
 
 def _accelerators() -> int:

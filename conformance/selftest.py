@@ -112,9 +112,7 @@ def diagonal(
 def measure(session: Session, mutant: Mutant) -> Diagonal:
     """Run one mutant and its base, and say what became of it."""
     if session.setting.world < mutant.world:
-        return _result(
-            mutant, Kill.WORLD_TOO_SMALL, sentence=f"shows from {mutant.world} ranks on"
-        )
+        return _result(mutant, Kill.WORLD_TOO_SMALL, sentence=f"shows from {mutant.world} ranks on")
     try:
         base = _findings(session, mutant, planted=False)
         mutated = _findings(session, mutant, planted=True)

@@ -50,6 +50,9 @@ WORST_FIRST = (
 )
 """Which of several verdicts stands for all of them: the first that is among them."""
 
+COMPLETED = "run.completed"
+"""The check that every rank ran its scenario to the end; judged on every case."""
+
 EXIT_OK = 0
 EXIT_BAD = 1
 EXIT_UNDECIDED = 2

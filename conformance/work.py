@@ -17,7 +17,15 @@ from conformance.errors import UsageError, unknown
 from conformance.globs import matches
 from conformance.item import Item
 from conformance.models import cases
-from conformance.plan import Planned, judges, plan, plan_probes, select_checks, select_models
+from conformance.plan import (
+    Planned,
+    about_claim,
+    judges,
+    plan,
+    plan_probes,
+    select_checks,
+    select_models,
+)
 from conformance.report.lines import Log, Role
 from conformance.session import Subject
 
@@ -123,5 +131,5 @@ def planned_again(text: str, probe: Sequence[str], checks: Sequence[Check]) -> P
     """A case as `plan` and `plan_probes` give it, from its string."""
     case = Case.parse(text)
     judging = judges(case, cases()[case.model], checks)
-    about = tuple(check for check in judging if check.needs & set(probe))
+    about = about_claim(judging, probe)
     return Planned(case=case, probe=tuple(probe), checks=about or judging)

@@ -31,7 +31,6 @@ from fsdp.dtensor import (
     shard_parameter,
 )
 from fsdp.engine.hooks import (
-    guard_optimizers,
     install_forward_hooks,
     install_state_dict_hooks,
     untraced,
@@ -52,6 +51,7 @@ from fsdp.engine.mesh import (
     mesh_info_of,
     post_forward_mesh_info,
 )
+from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import find_owners
 from fsdp.engine.param_group import FSDPParamGroup, GroupOptions
 from fsdp.engine.unit import FSDPState, state_of
@@ -161,7 +161,7 @@ def fully_shard(  # noqa: PLR0913 - torch's interface
         install_state_dict_hooks(group)
         state.groups.append(group)
     for param in params:
-        guard_optimizers(param, owners[param].param_name)
+        refuse_in_optimizers(param, owners[param].param_name, "were sharded after it was made")
     install_forward_hooks(state)
     for each in managed:
         # The compiler reads these two; without them it would lift parameters out of the module.

@@ -1,6 +1,6 @@
 """States of models and optimizers through ``torch.distributed.checkpoint``.
 
-Shared by the adapters of the wrappers that this package documents as supported.
+Shared by the adapters of both sharded wrappers, whose checkpoints this package is made for.
 """
 
 from __future__ import annotations

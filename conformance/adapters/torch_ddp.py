@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.adapter import Adapter, BuildConfig, Conventions, OptimizerFactory, Wrapped
-from conformance.adapters.torch_checkpoint import CheckpointDirectory
 
 UNUSED_ANNOUNCED = (
     "built with find_unused_parameters=True, because the model has parameters that take no part"
@@ -47,7 +46,7 @@ class ReplicatedAdapter(Adapter):
         return context
 
 
-class DistributedDataParallelAdapter(CheckpointDirectory, ReplicatedAdapter):
+class DistributedDataParallelAdapter(ReplicatedAdapter):
     """Replicates the model; every rank has the whole optimizer."""
 
     name: ClassVar[str] = "torch.DistributedDataParallel"
@@ -61,6 +60,7 @@ class DistributedDataParallelAdapter(CheckpointDirectory, ReplicatedAdapter):
         {
             "gradients",
             "no_sync",
+            "clip.gradients",
             "clip.p1",
             "clip.p2",
             "clip.pinf",
@@ -68,7 +68,6 @@ class DistributedDataParallelAdapter(CheckpointDirectory, ReplicatedAdapter):
             "unused_parameters",
             "model_state.full",
             "optim_state.full",
-            "save",
         }
     )
 

@@ -81,6 +81,7 @@ class FullyShardedAdapter(CheckpointDirectory):
         {
             "gradients",
             "no_sync",
+            "clip.gradients",
             "clip.p1",
             "clip.p2",
             "clip.pinf",

@@ -39,6 +39,7 @@ class FullyShardAdapter(CheckpointDirectory):
         {
             "gradients",
             "no_sync",
+            "clip.gradients",
             "clip.p1",
             "clip.p2",
             "clip.pinf",

@@ -36,6 +36,7 @@ class ZeroRedundancyAdapter(ReplicatedAdapter):
         {
             "gradients",
             "no_sync",
+            "clip.gradients",
             "clip.p1",
             "clip.p2",
             "clip.pinf",

@@ -163,7 +163,7 @@ def saving_ranks(evidence: Evidence, rank: int) -> list[int]:
     return [0] if full(case, evidence.model) and case.option("options") == "explicit" else [rank]
 
 
-def _compare_loaded(  # noqa: PLR0913 - private; one observation of one rank
+def _compare_loaded(
     evidence: Evidence,
     ledger: Ledger,
     seen: Observation,

@@ -76,7 +76,8 @@ def memory_live_bytes(evidence: Evidence, ledger: Ledger) -> None:
                 moment=seen.moment,
                 cause=Cause.NOT_FREED,
                 sentence=f"{live} bytes are alive after {place} of step {step} on rank {rank};"
-                f" {expected} were due, one full copy of the parameters takes {whole}: {MEANING[Cause.NOT_FREED]}",
+                f" {expected} were due, one full copy of the parameters takes {whole}:"
+                f" {MEANING[Cause.NOT_FREED]}",
                 rank=rank,
                 got=live,
                 expected=expected + allowance,

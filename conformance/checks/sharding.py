@@ -56,7 +56,7 @@ def shapes(evidence: Evidence, part: str, *, step: int = 0) -> dict[str, Shapes]
     return found
 
 
-def _judge(  # noqa: PLR0913 - private; one part in one dtype
+def _judge(
     evidence: Evidence,
     ledger: Ledger,
     part: str,
@@ -79,8 +79,8 @@ def _judge(  # noqa: PLR0913 - private; one part in one dtype
         stored <= allowed,
         moment=seen.moment,
         cause=Cause.NOT_SHARDED,
-        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together, sharding"
-        f" needs {allowed}, one full copy {whole}: {MEANING[Cause.NOT_SHARDED]}",
+        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together,"
+        f" sharding needs {allowed}, one full copy {whole}: {MEANING[Cause.NOT_SHARDED]}",
         got=stored,
         expected=allowed,
         step=0,
@@ -89,7 +89,7 @@ def _judge(  # noqa: PLR0913 - private; one part in one dtype
         due is None or stored >= evidence.replicas * whole,
         moment=seen.moment,
         cause=Cause.UNEXPLAINED,
-        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together, which is"
+        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together,"
         f" less than their {evidence.replicas * whole}: local_tensors() does not show all of them",
         got=stored,
         expected=evidence.replicas * whole,

@@ -43,7 +43,8 @@ class WrapperPrefixInKeys(StateDefect):
     def spoil(self, state: dict[str, Any]) -> dict[str, Any]:
         """Insert it."""
         return {
-            k.replace(".linear.", "._checkpoint_wrapped_module.linear."): v for k, v in state.items()
+            k.replace(".linear.", "._checkpoint_wrapped_module.linear."): v
+            for k, v in state.items()
         }
 
 

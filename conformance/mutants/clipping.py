@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from torch import Tensor, nn
 
 from conformance.adapter import Adapter, Wrapped, local, named_parameters
@@ -62,10 +64,41 @@ class NormCountsTiedTwice(Adapter):
         return norm
 
 
+@mutant(
+    check="clip.norm",
+    cause=Cause.COUNTED_TWICE,
+    case="mlp/train/optimizer=sgd",
+    bugs=("ByteDance-Seed/VeOmni#862",),
+)
+class OneNormCountsReplicas(NormCountsReplicas):
+    """Only the 1-norm counts every replica."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """The other norms are right."""
+        right = super(NormCountsReplicas, self).clip_grad_norm
+        return (super().clip_grad_norm if norm_type == 1 else right)(w, max_norm, norm_type)
+
+
+@mutant(
+    check="clip.norm",
+    cause=Cause.LOCAL_NORM,
+    case="mlp/train/optimizer=sgd",
+    base="torch.fully_shard",
+    bugs=("meta-pytorch/torchrec#3199",),
+)
+class InfinityNormOfLocalShard(NormOfLocalShard):
+    """Only the maximum norm is that of a rank's own shard."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """The other norms are right."""
+        right = super(NormOfLocalShard, self).clip_grad_norm
+        return (super().clip_grad_norm if norm_type == inf else right)(w, max_norm, norm_type)
+
+
 @mutant(check="clip.gradients", cause=Cause.NOT_CLIPPED, case="mlp/train/optimizer=sgd")
 class NormWithoutClipping(Adapter):
     """The right norm is returned and nothing is clipped."""
 
     def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
         """Measure only."""
-        return super().clip_grad_norm(w, float("inf"), norm_type)
+        return super().clip_grad_norm(w, inf, norm_type)

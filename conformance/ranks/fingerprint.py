@@ -77,11 +77,18 @@ def seed_everything(seed: int, device: torch.device) -> None:
         numpy.random.seed(seed)
 
 
-def fingerprint() -> dict[str, Any]:
-    """Name to value of the global state that a job may not leave changed."""
+def fingerprint(device: torch.device) -> dict[str, Any]:
+    """Name to value of the global state that a job may not leave changed.
+
+    Args:
+        device: the rank's own; an accelerator must be in use already.
+    """
     state: dict[str, Any] = {name: read() for name, read in _SETTINGS.items()}
     for number in _SIGNALS:
         state[f"handler of signal {number}"] = signal.getsignal(number)
+    if device.type != "cpu":
+        state["current device"] = torch.accelerator.current_device_index()
+        state["current stream"] = torch.accelerator.current_stream()
     for name, owner in _OWNERS.items():
         state[name] = dict(vars(owner))
     state["os.environ"] = {k: v for k, v in os.environ.items() if k not in IGNORED_ENVIRONMENT}

@@ -37,8 +37,8 @@ which the records are asked whether waiting on is pointless."""
 LINGER = 0.3
 """Seconds before a failed rank is ended, so that an exception on all ranks is told by all."""
 _TICK = 0.25
-_EXIT_WAIT = 1.0
-_STACK_WAIT = 1.0
+_EXIT_WAIT = 5.0
+_STACK_WAIT = 3.0
 _STACK_BYTES = 200_000
 
 

@@ -65,7 +65,7 @@ class _Rank:
             function, kwargs = self._prepare(message)
             recorder = CollectiveRecorder(self.ring, first_group=_groups_made())
             context = self._context(message, recorder)
-            self.before = fingerprint.fingerprint()
+            self.before = fingerprint.fingerprint(self.device)
             started = time.monotonic()
             with recorder:
                 value = function(context, **kwargs)
@@ -81,7 +81,7 @@ class _Rank:
 
     def tidy(self) -> list[str]:
         """Destroy the groups that the job made; names the global state that it left changed."""
-        changed = fingerprint.changes(self.before, fingerprint.fingerprint())
+        changed = fingerprint.changes(self.before, fingerprint.fingerprint(self.device))
         self.before = {}
         gc.collect()  # reference cycles hold wrappers, and they hold process groups
         if dist.is_initialized():

@@ -13,10 +13,9 @@ from conformance.report.group import CaseFailure, Family, families
 from conformance.report.lines import Log, Reported, Role
 from conformance.report.log import counts
 from conformance.report.table import matrix_text
-from conformance.verdicts import BAD, UNDECIDED, Finding, Verdict, adapter_label
+from conformance.verdicts import BAD, COMPLETED, UNDECIDED, Finding, Verdict, adapter_label
 
 WIDTH = 100
-COMPLETED = "run.completed"
 
 
 def report_text(log: Log) -> str:

@@ -105,7 +105,7 @@ class Run:
         self.mark(name)
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # errors of torch's checkpoint package are no Exceptions
             summary = f"{type(error).__name__}: {error}"
             self.writer.end_phase(summary, traceback.format_exc())
             raise
@@ -223,7 +223,9 @@ class Run:
     def observe_stored(self, w: Wrapped, step: int) -> None:
         """Bytes of the storages that this rank holds for parameters and optimizer state."""
         held = self.adapter.local_tensors(w)
-        self.writer.write("stored", flatten({k: stored_bytes(v) for k, v in held.items()}), step=step)
+        self.writer.write(
+            "stored", flatten({k: stored_bytes(v) for k, v in held.items()}), step=step
+        )
 
     def evaluate(self, w: Wrapped, index: int, *, batch: tuple[int, int] = (99, 0)) -> None:
         """An evaluation pass, and what it left of parameters and buffers."""
@@ -252,7 +254,8 @@ class Watch:
             self.gradients = self._copy()
             self.run.mark(f"step {self.step}/clip")
         elif moment == "clipped":
-            self.clipped = self._copy()
+            if self.run.claims("clip.gradients"):
+                self.clipped = self._copy()
             self.run.mark(f"step {self.step}/optimizer")
 
     def _copy(self) -> Any:

@@ -1,4 +1,4 @@
-"""Installs a unit on its modules: forward hooks, state-dict hooks, a guard for optimizers.
+"""Installs a unit on its modules: forward hooks and state-dict hooks.
 
 Every hook is a trampoline to a named method. Nothing is decided here.
 """
@@ -6,13 +6,11 @@ Every hook is a trampoline to a named method. Nothing is decided here.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.unit import FSDPState
@@ -64,32 +62,3 @@ def install_state_dict_hooks(group: FSDPParamGroup) -> None:
         module.register_state_dict_pre_hook(before)
         module.register_load_state_dict_pre_hook(before)
         module.register_load_state_dict_post_hook(after)
-
-
-_REPLACED = "_fsdp_replaced"
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_guarding = False
-
-
-def guard_optimizers(original: nn.Parameter, name: str) -> None:
-    """Name ``original``, now replaced by a sharded parameter, if an optimizer steps on it."""
-    global _guarding
-    setattr(original, _REPLACED, name)
-    if not _guarding:
-        _guarding = True
-        register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_optimizer(optimizer: Optimizer, *_args: Any) -> None:
-    if optimizer in _checked:
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    stale = [name for param in params if (name := getattr(param, _REPLACED, None)) is not None]
-    if stale:
-        shown = ", ".join(stale[:3]) + (", ..." if len(stale) > 3 else "")
-        raise ValueError(
-            f"{type(optimizer).__name__} holds {len(stale)} parameters that were sharded after it "
-            f"was made ({shown}): its steps would change nothing. Make the optimizer after "
-            "sharding."
-        )
-    _checked.add(optimizer)

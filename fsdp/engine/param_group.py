@@ -26,6 +26,7 @@ from fsdp.engine.gradient import (
 )
 from fsdp.engine.layout import Extent, Layout
 from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import SHARDED_STATE_CHANGES, Exposure, FSDPParam, ShardedState
 from fsdp.engine.schedule import FSDPCommContext
 from fsdp.engine.state import TrainingState, check_change
@@ -278,6 +279,8 @@ class FSDPParamGroup:
                 # ``.data`` has a version counter of its own: refilling the buffer leaves the
                 # counters alone that autograd compares with those of saved tensors.
                 param.unsharded = self.exposure.leaf(param, whole.data)
+                name = param.fqn or param.info.param_name
+                refuse_in_optimizers(param.unsharded, name, "were whole when it was made")
             world = info.shard_size
             blocks = (
                 []

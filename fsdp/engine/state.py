@@ -33,6 +33,8 @@ TRAINING_STATE_CHANGES: frozenset[tuple[TrainingState, TrainingState]] = frozens
         (_S.FORWARD, _S.FORWARD),
         # Some modules of a group ran, and backward goes through them alone.
         (_S.FORWARD, _S.POST_BACKWARD),
+        # One of its modules ran alone after the group was complete; backward of the rest comes.
+        (_S.FORWARD, _S.PRE_BACKWARD),
         (_S.PRE_BACKWARD, _S.POST_BACKWARD),
         (_S.PRE_BACKWARD, _S.IDLE),
         # A module that ran several times has one backward per run.

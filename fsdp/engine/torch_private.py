@@ -29,6 +29,7 @@ __all__ = [
     "graph_task",
     "has_replicate",
     "local_tensor",
+    "make_spec",
     "post_accumulate_hooks",
     "premul_sum",
     "queue_callback",

@@ -289,8 +289,10 @@ class FSDPState:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard as the policy says and hook the outputs, after ``module`` ran."""
         if output is None and sys.exc_info()[0] is not None:
-            # Always-called hooks run with no output when forward raised.
-            self._forward_failed()
+            # Always-called hooks run with no output when forward raised. Recomputation stops
+            # itself by an exception once it has what backward needs.
+            if graph_task() == -1:
+                self._forward_failed()
             return None
         if self.training_state is TrainingState.PRE_BACKWARD and graph_task() != -1:
             return self._cast_output(output)

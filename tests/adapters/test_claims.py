@@ -11,7 +11,8 @@ from conformance.adapters import BUILT_IN, adapter_class, make_adapter
 
 TORCH = sorted(name for name in BUILT_IN if name.startswith("torch."))
 VARIANTS = [(name, variant) for name in TORCH for variant in adapter_class(name).variants]
-ALWAYS = {"gradients", "clip.p1", "clip.p2", "clip.pinf", "model_state.full", "optim_state.full"}
+CLIPS = {"clip.p1", "clip.p2", "clip.pinf", "clip.gradients"}
+ALWAYS = CLIPS | {"gradients", "model_state.full", "optim_state.full"}
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)

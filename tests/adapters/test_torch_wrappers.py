@@ -31,7 +31,6 @@ SIDE_DOORS = [
 
 ROUND_TRIPS = [
     (DDP, "default", "transformer", "full"),
-    (DDP, "default", "transformer", "save"),
     (ZERO, "default", "transformer", "full"),
     (FSDP1, "default", "transformer", "full"),
     (FSDP1, "default", "uneven", "sharded"),

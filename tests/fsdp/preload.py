@@ -13,8 +13,8 @@ import torch.distributed.tensor.parallel
 from torch import nn
 
 import fsdp  # noqa: F401 - imported for its ranks
-from fsdp.engine.hooks import guard_optimizers
+from fsdp.engine.optimizer_guard import refuse_in_optimizers
 
 for _kind in (torch.optim.AdamW, torch.optim.SGD):
     _kind([nn.Parameter(torch.empty(0))], lr=0.1)
-guard_optimizers(nn.Parameter(torch.empty(0)), "preload")
+refuse_in_optimizers(nn.Parameter(torch.empty(0)), "preload", "")

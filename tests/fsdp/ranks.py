@@ -8,10 +8,17 @@ from typing import Any
 from conformance.ranks import Job, RankVerdict, shared_pool
 
 
-def on_ranks(function: Callable[..., Any], world: int, **kwargs: Any) -> tuple[Any, ...]:
-    """What ``function(context, **kwargs)`` returned on each rank of ``world`` CPU ranks."""
-    outcome = shared_pool(world, preload=("tests.fsdp.preload",)).run(Job.of(function, **kwargs))
-    details = [r.traceback for r in outcome.reports if r is not None and r.traceback]
+def on_ranks(
+    function: Callable[..., Any], world: int, *, fresh: bool = False, **kwargs: Any
+) -> tuple[Any, ...]:
+    """What ``function(context, **kwargs)`` returned on each rank of ``world`` CPU ranks.
+
+    Jobs that make meshes of several dims need ``fresh`` ranks: DTensor's caches remember an equal
+    mesh of an earlier job, whose groups are gone.
+    """
+    pool = shared_pool(world, preload=("tests.fsdp.preload",))
+    outcome = pool.run(Job.of(function, **kwargs), fresh=fresh)
+    details = [r.traceback[-1500:] for r in outcome.reports[:1] if r is not None]
     assert outcome.verdict is RankVerdict.OK, "\n".join([outcome.sentence, *details])
     return outcome.values
 

@@ -79,6 +79,14 @@ def old_optimizer() -> None:
     optimizer.step()
 
 
+def early_optimizer() -> None:
+    module = sharded()
+    loss = module(batch(0, 0)).sum()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss.backward()
+    optimizer.step()
+
+
 def replaced() -> None:
     module = sharded()
     module.weight = nn.Parameter(torch.zeros(DIM, DIM))
@@ -184,6 +192,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "share": (lambda: share_comm_ctx([linear()]), ValueError, "Expects FSDPModule but got"),
     "old_optimizer": (old_optimizer, ValueError, "sharded after it was made (weight, bias)"),
+    "early_optimizer": (early_optimizer, ValueError, "whole when it was made (weight, bias)"),
     "replaced": (replaced, ValueError, "parameter 'weight' was replaced after sharding"),
     "plain_on_named_mesh": (
         plain_on_named_mesh,

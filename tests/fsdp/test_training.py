@@ -103,7 +103,7 @@ def _integer_reshard(context: RankContext) -> list[Any]:
 
 
 def test_an_integer_reshards_to_a_smaller_mesh_after_forward() -> None:
-    for rank, value in enumerate(on_ranks(_integer_reshard, 4)):
+    for rank, value in enumerate(on_ranks(_integer_reshard, 4, fresh=True)):
         rows = 7 if rank % 2 == 0 else 6  # chunks of 13 rows over 2 ranks
         assert value == [[rows, DIM], [[0, 1, 2, 3]], True]
 
@@ -127,7 +127,7 @@ def _hybrid(context: RankContext, skip_all_reduce: bool) -> int:
 @pytest.mark.parametrize("skip_all_reduce", [False, True])
 def test_hybrid_sharding_reduces_over_shards_and_replicas(skip_all_reduce: bool) -> None:
     # One all-reduce for each of three groups and three steps, skipped or not.
-    assert on_ranks(_hybrid, 4, skip_all_reduce=skip_all_reduce) == (9, 9, 9, 9)
+    assert on_ranks(_hybrid, 4, fresh=True, skip_all_reduce=skip_all_reduce) == (9, 9, 9, 9)
 
 
 def _accumulate(context: RankContext, keep: bool) -> list[int]:
@@ -150,10 +150,10 @@ def _accumulate(context: RankContext, keep: bool) -> list[int]:
 def test_accumulation_without_sync_reduces_once(keep: bool) -> None:
     scatters, gathers = on_ranks(_accumulate, 2, keep=keep)[0]
     assert scatters == 3 * 3
-    # Per step 3 + 2 gathers a micro-batch; with kept parameters only the first forward gathers,
-    # since its blocks stay whole until the last backward. Full tensors add one for each of the
-    # 14 parameters compared, and start-up one exchange.
-    rounds = 3 * 15 if not keep else 3 * (3 + 2)
+    # Per step, the first micro-batch gathers 3 + 2 times. With kept parameters the later ones find
+    # them whole in forward, free the blocks after it and gather these two again in backward.
+    # Full tensors add one for each of the 14 parameters compared, and start-up one exchange.
+    rounds = 3 * (5 + 5 + 5) if not keep else 3 * (5 + 2 + 2)
     assert gathers == rounds + 14 + 1
 
 

@@ -97,7 +97,13 @@ def die(context: RankContext, *, how: str) -> None:
     if context.rank == 1:
         sys.stdout.write("last words\n")
         _die(how)
-    dist.all_reduce(torch.ones(2))
+    else:
+        dist.all_reduce(torch.ones(2))
+
+
+def die_now(context: RankContext) -> None:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _die(how: str) -> None:
@@ -114,6 +120,9 @@ def _die(how: str) -> None:
         time.sleep(60)
     elif how == "closed":
         os.close(_channel())
+    elif how == "shut down":
+        with socket.socket(fileno=os.dup(_channel())) as channel:
+            channel.shutdown(socket.SHUT_RDWR)
         time.sleep(60)
 
 

@@ -1,0 +1,206 @@
+"""The checks of stored and of live bytes, on runs told by hand, and the meter that reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conformance.case import Case
+from conformance.causes import Cause
+from conformance.checks import CHECKS, Ledger
+from conformance.checks.sharding import needed
+from conformance.scenarios.live_bytes import metering
+from conformance.scenarios.memory import STEPS
+from conformance.scenarios.run import stored_bytes
+from tests.checks.literal import Net, Story, cause, first_mismatch
+
+PARAMETERS = 4 * (12 + 3 + 2 + 2)  # body, bias, kept, spare; the tied head is body
+OPTIMIZER = 4 * 12
+CLAIMS = frozenset({"shard.parameters", "shard.optimizer", "memory.reshard"})
+
+
+def sizes(told: Story, step: int) -> None:
+    values = {k: p.detach() for k, p in Net().named_parameters(remove_duplicate=False)}
+    told.see("parameters", values, step=step)
+    state = {"body/momentum_buffer": values["body"], "body/step": torch.tensor(1.0)}
+    told.see("optimizer_state", {**state, "head/momentum_buffer": values["body"]}, step=step)
+
+
+def stored(parameters: int, optimizer: int, **more: int) -> Story:
+    told = Story(case=Case.of("literal", "train"), capabilities=CLAIMS)
+    told.phase("step 0")
+    sizes(told, 0)
+    value = {"parameters/float32": parameters, "optimizer/float32": optimizer}
+    told.see("stored", {**value, **{k.replace("_", "/"): v for k, v in more.items()}}, step=0)
+    return told
+
+
+def test_half_on_each_of_two_ranks_is_sharded() -> None:
+    assert cause("sharding.bytes", stored(PARAMETERS // 2, OPTIMIZER // 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "part"),
+    [
+        (stored(PARAMETERS, OPTIMIZER // 2), "parameters"),
+        (stored(PARAMETERS // 2, OPTIMIZER), "optimizer"),
+        (stored(PARAMETERS // 2, OPTIMIZER // 2, parameters_float64=2 * PARAMETERS), "float64"),
+    ],
+)
+def test_a_full_copy_on_every_rank_is_not_sharded(told: Story, part: str) -> None:
+    found = first_mismatch("sharding.bytes", told)
+    assert found is not None
+    assert found.cause is Cause.NOT_SHARDED
+    assert part in found.sentence
+
+
+def test_less_than_the_model_has_is_not_believed() -> None:
+    found = first_mismatch("sharding.bytes", stored(PARAMETERS // 4, OPTIMIZER // 2))
+    assert found is not None
+    assert found.cause is Cause.UNEXPLAINED
+
+
+def test_what_is_not_claimed_is_not_judged_and_said_so() -> None:
+    told = stored(PARAMETERS, OPTIMIZER // 2)
+    told.capabilities = frozenset({"shard.optimizer"})
+    judge, ledger = CHECKS["sharding.bytes"].judge, Ledger()
+    assert judge is not None
+    judge(told.evidence(), ledger)
+    assert ledger.first() is None
+    assert ledger.notes == ["shard.parameters is not claimed"]
+
+
+def test_with_one_replica_a_rank_nothing_can_be_told() -> None:
+    told = stored(PARAMETERS, OPTIMIZER)
+    told.replicas = 2
+    judge, ledger = CHECKS["sharding.bytes"].judge, Ledger()
+    assert judge is not None
+    judge(told.evidence(), ledger)
+    assert ledger.comparisons == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "expected"),
+    [
+        ((8, 4), 2, 8 * 4 * 4 + 2 * 4),  # even rows: what a flat layout may add
+        ((5, 16), 4, 4 * 2 * 16 * 4),  # 2 rows on each of 4 ranks
+        ((1, 16), 4, 4 * 16 * 4),  # one row: no less than a row on every rank
+        ((), 2, 16 + 2 * 4),
+    ],
+)
+def test_what_sharding_needs(shape: tuple[int, ...], shards: int, expected: int) -> None:
+    assert needed([shape], 4, shards) == expected
+
+
+def test_a_view_counts_with_the_storage_that_it_keeps_alive() -> None:
+    whole = torch.zeros(64)
+    assert stored_bytes([whole[:8], whole[8:16]]) == {"float32": 256}
+    assert stored_bytes([whole[:8].clone(), torch.zeros(4).bfloat16()]) == {
+        "float32": 32,
+        "bfloat16": 8,
+    }
+
+
+SHARE = needed([(4, 3), (3,), (2,), (2,)], 4, 2) // 2
+RESIDENT = 2 * SHARE + needed([(4, 3)], 4, 2) // 2
+
+
+def live(places: dict[str, int] | None = None, growth: int = 0) -> Story:
+    told = Story(case=Case.of("literal", "memory"), capabilities=CLAIMS)
+    usual = {"forward": 900, "backward": RESIDENT, "step": RESIDENT - 8, "eval": RESIDENT - 8}
+    for step in range(STEPS):
+        told.phase(f"step {step}")
+        for place, value in {**usual, **(places or {})}.items():
+            told.see("live_bytes", value + step * growth, step=step, place=place)
+    told.phase("end")
+    sizes(told, STEPS - 1)
+    return told
+
+
+def test_shards_gradients_and_optimizer_state_may_be_alive() -> None:
+    assert cause("memory.live_bytes", live()) is None
+    assert cause("memory.growth", live()) is None
+
+
+@pytest.mark.parametrize("place", ["backward", "step", "eval"])
+def test_an_unsharded_copy_that_stays_is_not_freed(place: str) -> None:
+    told = live({place: RESIDENT + PARAMETERS // 4})
+    found = first_mismatch("memory.live_bytes", told)
+    assert found is not None
+    assert found.cause is Cause.NOT_FREED
+    assert (found.where["step"], found.where["place"]) == (1, place)
+
+
+def test_an_evaluation_leaves_no_more_than_it_found() -> None:
+    told = live({"step": RESIDENT - 40, "eval": RESIDENT - 20})
+    found = first_mismatch("memory.live_bytes", told)
+    assert found is not None
+    assert found.where["place"] == "eval"
+
+
+def test_one_byte_more_a_step_is_growth() -> None:
+    found = first_mismatch("memory.growth", live(growth=1))
+    assert found is not None
+    assert found.cause is Cause.NOT_FREED
+    assert (found.where["step"], found.where["place"]) == (2, "forward")
+
+
+def test_the_first_step_may_make_the_optimizers_state() -> None:
+    told = live()
+    for place in ("forward", "backward"):
+        told.instead("live_bytes", 100, step=0, place=place)
+    assert cause("memory.growth", told) is None
+
+
+def test_the_meter_counts_each_storage_once_and_forgets_it_when_it_is_freed() -> None:
+    with metering(torch.device("cpu")) as meter:
+        assert meter.read() == 0
+        kept = torch.zeros(256)
+        view = kept[3:7]
+        assert meter.read() == 1024
+        more = [torch.ones(16) for _ in range(2)]
+        assert meter.read() == 1024 + 128
+        del more, kept
+        assert meter.read() == 1024, "the view keeps the whole storage alive"
+        del view
+        assert meter.read() == 0
+
+
+def test_the_meter_sees_a_storage_that_is_emptied_and_filled_again() -> None:
+    with metering(torch.device("cpu")) as meter:
+        buffer = torch.zeros(256)
+        buffer.untyped_storage().resize_(0)
+        assert meter.read() == 0
+        buffer.untyped_storage().resize_(1024)
+        assert meter.read() == 1024
+
+
+def test_the_meter_sees_what_autograd_keeps_and_what_backward_makes() -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    with metering(torch.device("cpu")) as meter:
+        loss = layer(torch.ones(4, 8)).exp().sum()
+        assert meter.read() >= 256 + 2 * 128, "weight, input and exp's result are alive"
+        loss.backward()
+        del loss
+        assert meter.read() == 2 * 256, "weight and gradient are left"
+
+
+def test_a_meter_waits_only_while_more_is_alive_than_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    freed: list[Tensor] = [torch.zeros(4)]
+    with metering(torch.device("cpu")) as meter:
+        freed.append(torch.zeros(256))
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            freed.clear()
+
+        monkeypatch.setattr("conformance.scenarios.live_bytes.time.sleep", sleep)
+        assert meter.read() == 1024
+        assert meter.read(usual=1024) == 1024
+        assert slept == []
+        assert meter.read(usual=0) == 0
+        assert len(slept) == 1

@@ -1,0 +1,266 @@
+"""The checks of saved and loaded states, on runs told by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.case import Case
+from conformance.causes import Cause
+from conformance.checks import CHECKS as REGISTERED
+from conformance.models import case as model_case
+from tests.checks.literal import MODEL, Net, Story, cause, first_mismatch
+
+OTHER = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]
+"""Buffers by rank."""
+
+
+def parameters(step: int) -> dict[str, Tensor]:
+    return {k: p.detach() * 0.9**step for k, p in Net().named_parameters(remove_duplicate=False)}
+
+
+def optimizer(step: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "body/exp_avg": torch.randn(4, 3, generator=draw),
+        "body/exp_avg_sq": torch.rand(4, 3, generator=draw),
+        "body/step": torch.tensor(step + 1.0),
+    }
+
+
+def layout(device: str = "cpu") -> dict[str, Any]:
+    return {
+        key: {"shape": list(value.shape), "dtype": "float32", "device": device}
+        for key, value in Net().state_dict().items()
+    }
+
+
+def story(kind: str = "full", options: str = "default") -> Story:
+    told = Story(case=Case.of("literal", "checkpoint", kind=kind, options=options))
+    rank0_only = kind == "full" and options == "explicit"
+    told.phase("build")
+    told.see("parameters", parameters(0), step=-1)
+    for step in range(2):
+        told.phase(f"step {step}")
+        told.see("loss", torch.tensor(3.0 - step), step=step, micro=0)
+        told.see("parameters", parameters(step + 1), step=step)
+        told.see("optimizer_state", optimizer(step), step=step)
+        told.see("buffers", *({"mean": b} for b in OTHER), step=step)
+    told.phase("save")
+    if kind != "save":
+        told.see("model_state_layout", layout(), {} if rank0_only else layout())
+    if kind == "full":
+        bare = [{**parameters(2), "mean": b} for b in OTHER]
+        told.see("bare", bare[0], {} if rank0_only else bare[1])
+    told.phase("load")
+    loaded = [OTHER[0], OTHER[0]] if rank0_only else OTHER
+    told.see("loaded_parameters", parameters(2), step=1)
+    told.see("loaded_optimizer_state", optimizer(1), step=1)
+    told.see("loaded_buffers", *({"mean": b} for b in loaded), step=1)
+    told.phase("step 2")
+    told.see("loss", torch.tensor(0.5), step=2, micro=0)
+    told.see("parameters", parameters(3), step=2)
+    return told
+
+
+CHECKS = (
+    "state_dict.keys",
+    "state_dict.tensors",
+    "state_dict.bare_load",
+    "resume.model",
+    "resume.optimizer",
+)
+
+
+@pytest.mark.parametrize("options", ["default", "explicit"])
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_right_checkpoint_passes(check: str, options: str) -> None:
+    assert cause(check, story(options=options)) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_key_is_missing(rank: int) -> None:
+    told = story()
+    told.wrong[rank, "model_state_layout", "{}"] = {
+        k: v for k, v in layout().items() if k != "spare"
+    }
+    found = first_mismatch("state_dict.keys", told)
+    assert found is not None
+    assert found.cause is Cause.MISSING_KEY
+    assert found.where == {"rank": rank, "fqn": "spare"}
+
+
+def test_a_renamed_key_is_told_by_its_new_name() -> None:
+    told = story()
+    told.wrong[0, "model_state_layout", "{}"] = {f"wrapped.{k}": v for k, v in layout().items()}
+    found = first_mismatch("state_dict.keys", told)
+    assert found is not None
+    assert found.cause is Cause.UNEXPECTED_KEY
+    assert found.where["fqn"] == "wrapped.bias"
+
+
+def test_a_state_for_rank_0_only_may_not_come_on_rank_1() -> None:
+    told = story(options="explicit")
+    told.instead("model_state_layout", layout(), rank=1)
+    assert cause("state_dict.tensors", told) is Cause.UNEXPECTED_KEY
+    assert cause("state_dict.keys", told) is None
+
+
+def test_an_empty_state_on_rank_0_lacks_every_key() -> None:
+    told = story(options="explicit")
+    told.wrong[0, "model_state_layout", "{}"] = {}
+    told.wrong[0, "bare", "{}"] = {}
+    assert cause("state_dict.keys", told) is Cause.MISSING_KEY
+    assert cause("state_dict.bare_load", told) is Cause.MISSING_KEY
+
+
+@pytest.mark.parametrize(
+    ("facet", "value", "expected"),
+    [
+        ("shape", [3, 4], Cause.WRONG_SHAPE),
+        ("dtype", "bfloat16", Cause.WRONG_DTYPE),
+        ("device", "meta", Cause.WRONG_DEVICE),
+        ("device", "cpu,xpu", Cause.WRONG_DEVICE),
+    ],
+)
+def test_an_entry_of_another_kind_is_named(facet: str, value: object, expected: Cause) -> None:
+    told = story()
+    told.instead("model_state_layout", {"body": {**layout()["body"], facet: value}}, rank=1)
+    found = first_mismatch("state_dict.tensors", told)
+    assert found is not None
+    assert found.cause is expected
+    assert (found.where["rank"], found.where["fqn"]) == (1, "body")
+
+
+DEFECTS: list[tuple[Callable[[Tensor], Tensor], Cause]] = [
+    (lambda t: t.roll(1, 0), Cause.OFF_BY_ONE_SHARD),
+    (lambda t: t.flip(0), Cause.PERMUTED),
+    (lambda t: t.bfloat16().float(), Cause.DTYPE_ROUND_TRIP),
+    (lambda t: t * (1 + 2**-22), Cause.UNEXPLAINED),
+    (lambda t: parameters(0)["body"] + 0.25, Cause.NOT_LOADED),
+]
+
+
+@pytest.mark.parametrize(("defect", "expected"), DEFECTS[:4])
+def test_the_bare_module_gets_every_bit(
+    defect: Callable[[Tensor], Tensor], expected: Cause
+) -> None:
+    told = story()
+    told.instead("bare", {"body": defect(parameters(2)["body"])}, rank=0)
+    found = first_mismatch("state_dict.bare_load", told)
+    assert found is not None
+    assert found.where["fqn"] == "body"
+    assert found.cause is expected
+
+
+def test_a_wrapper_that_is_wrong_itself_does_not_make_its_state_right() -> None:
+    told = story()
+    wrong = parameters(2)["body"] + 1.0
+    told.instead("parameters", {"body": wrong}, step=1)
+    told.instead("bare", {"body": wrong})
+    assert cause("state_dict.bare_load", told) is not None
+
+
+@pytest.mark.parametrize(("defect", "expected"), [DEFECTS[0], DEFECTS[1], DEFECTS[4]])
+def test_a_parameter_that_is_not_what_was_saved_is_named(
+    defect: Callable[[Tensor], Tensor], expected: Cause
+) -> None:
+    told = story()
+    told.instead("loaded_parameters", {"body": defect(parameters(2)["body"])}, rank=1, step=1)
+    assert cause("resume.model", told) is expected
+
+
+def test_what_counts_is_what_the_wrapper_saved_not_the_oracle() -> None:
+    told = story()
+    saved = {"body": parameters(2)["body"] * 1.001}
+    told.instead("parameters", saved, step=1)
+    told.instead("loaded_parameters", saved, step=1)
+    assert cause("resume.model", told) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "buffers_of_rank_1", "right"),
+    [
+        ("full", "default", 1, True),
+        ("full", "default", 0, False),
+        ("full", "explicit", 0, True),
+        ("full", "explicit", 1, False),
+        ("sharded", "explicit", 0, False),
+        ("save", "default", 0, True),
+        ("save", "default", 1, True),
+    ],
+)
+def test_buffers_come_from_a_rank_that_saved_them(
+    kind: str, options: str, buffers_of_rank_1: int, *, right: bool
+) -> None:
+    told = story(kind, options)
+    told.instead("loaded_buffers", {"mean": OTHER[buffers_of_rank_1]}, rank=1, step=1)
+    assert (cause("resume.model", told) is None) is right
+
+
+def test_a_buffer_that_no_state_holds_need_not_come_back() -> None:
+    assert "input_scale" not in model_case("batchnorm").build().state_dict()
+    told = story()
+    told.instead("loaded_buffers", {"scratch": torch.ones(1)}, step=1)
+    assert cause("resume.model", told) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({}, Cause.NOT_LOADED),
+        ({"body/exp_avg": optimizer(1)["body/exp_avg"]}, Cause.MISSING_KEY),
+        ({**optimizer(1), "body/exp_avg": torch.zeros(4, 3)}, Cause.ZERO),
+        ({**optimizer(1), "body/exp_avg": optimizer(1)["body/exp_avg_sq"]}, Cause.PERMUTED),
+        ({**optimizer(1), "body/exp_avg": optimizer(1)["body/exp_avg"] + 1e-7}, Cause.UNEXPLAINED),
+        ({**optimizer(1), "body/step": torch.tensor(9.0)}, None),
+    ],
+)
+def test_a_loaded_optimizer_state_is_the_saved_one(
+    state: dict[str, Tensor], expected: Cause | None
+) -> None:
+    told = story()
+    told.wrong[1, "loaded_optimizer_state", str({"step": 1})] = state
+    assert cause("resume.optimizer", told) is expected
+
+
+def test_a_state_that_looks_right_but_is_not_used_shows_in_the_steps_after() -> None:
+    told = story()
+    told.instead("loss", torch.tensor(0.75), rank=1, step=2, micro=0)
+    found = first_mismatch("resume.optimizer", told)
+    assert found is not None
+    assert (found.where["step"], found.where["rank"]) == (2, 1)
+    told = story()
+    told.instead("parameters", {"bias": parameters(2)["bias"]}, step=2)
+    found = first_mismatch("resume.optimizer", told)
+    assert found is not None
+    assert found.where["fqn"] == "bias"
+
+
+def test_a_step_before_the_save_is_not_the_optimizers_resume() -> None:
+    told = story()
+    told.instead("loss", torch.tensor(7.0), step=1, micro=0)
+    assert cause("resume.optimizer", told) is None
+
+
+@pytest.mark.parametrize(
+    ("check", "kinds"),
+    [
+        ("state_dict.keys", {"full", "sharded"}),
+        ("state_dict.tensors", {"full", "sharded"}),
+        ("state_dict.bare_load", {"full"}),
+        ("resume.model", {"full", "sharded", "local", "save"}),
+        ("resume.optimizer", {"full", "sharded", "local", "save"}),
+    ],
+)
+def test_a_check_applies_to_the_kinds_that_it_can_judge(check: str, kinds: set[str]) -> None:
+    judged = {
+        kind
+        for kind in ("full", "sharded", "local", "save")
+        if REGISTERED[check].applies(Case.of("literal", "checkpoint", kind=kind), MODEL)
+    }
+    assert judged == kinds

@@ -1,0 +1,588 @@
+"""State dicts, checkpoints, initialisation and replacement of parameters, recovery."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from conformance.ranks import RankContext
+from fsdp import FSDPModule, fully_shard
+from fsdp.engine.param import ShardedState
+from tests.fsdp.plain import (
+    DIM,
+    Stack,
+    batch,
+    build,
+    compare,
+    loss_of,
+    optimizer_of,
+    train_plain,
+    train_sharded,
+    whole,
+)
+from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.test_training import shard_blocks
+
+
+def _class_swap(context: RankContext) -> list[Any]:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    piece = model[:1]
+    again = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    return [
+        type(model).__name__,
+        isinstance(model, FSDPModule) and isinstance(model, nn.Sequential),
+        type(piece).__name__,
+        type(again) is type(model),
+        type(model[0]).__name__,
+    ]
+
+
+def test_the_class_is_swapped_and_slices_are_plain() -> None:
+    wanted = ["FSDPSequential", True, "Sequential", True, "Linear"]
+    assert agreed(_class_swap, 2) == wanted
+
+
+def _parameters(context: RankContext) -> bool:
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    model, plain = shard_blocks(build(), mesh=mesh), build()
+    plain.inp.weight.requires_grad_(False)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        reference = distribute_tensor(want.detach(), mesh, [Shard(0)])
+        assert isinstance(got, nn.Parameter)
+        assert got.placements == reference.placements
+        assert got.shape == want.shape
+        assert got.stride() == want.stride()
+        assert torch.equal(got.to_local(), reference.to_local())
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sharded_parameters_equal_distribute_tensor(world: int) -> None:
+    on_ranks(_parameters, world)
+
+
+def _save_points(context: RankContext, when: str) -> list[str]:
+    model = shard_blocks(build())
+    if when != "before":
+        loss = loss_of(model, batch(0, context.rank))
+    if when == "after_backward":
+        loss.backward()
+    saved = model.state_dict()
+    assert all(isinstance(v, DTensor) for k, v in saved.items() if k != "scale")
+    fresh = shard_blocks(build(hidden=13))
+    for param in fresh.parameters():
+        nn.init.zeros_(param)
+    fresh.load_state_dict(saved)
+    compare(fresh, build())
+    if when == "after_forward":
+        loss.backward()  # saving has not disturbed the pass
+        plain = build()
+        for rank in range(context.world_size):
+            (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(got.grad), want.grad, rtol=1e-5, atol=1e-6)
+    return list(saved)
+
+
+@pytest.mark.parametrize("when", ["before", "after_forward", "after_backward"])
+def test_a_state_dict_is_the_same_at_any_point(when: str) -> None:
+    assert agreed(_save_points, 2, when=when) == list(build().state_dict())
+
+
+def _assign(context: RankContext) -> None:
+    saved = shard_blocks(build()).state_dict()
+    model = Stack().to("meta")
+    shard_blocks(model)
+    model.load_state_dict(saved, assign=True)
+    train_sharded(model, context.rank)
+    plain = build()
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_an_assigned_state_dict_is_adopted() -> None:
+    on_ranks(_assign, 3)
+
+
+def _shares_memory(context: RankContext) -> bool:
+    model = shard_blocks(build())
+    saved = model.state_dict()
+    with torch.no_grad():
+        model.out.weight.add_(1.0)
+    return torch.equal(saved["out.weight"].to_local(), model.out.weight.to_local())
+
+
+def test_a_state_dict_shares_memory_with_the_parameters() -> None:
+    assert agreed(_shares_memory, 2) is True
+
+
+def _checkpoint(context: RankContext) -> None:
+    model, plain = shard_blocks(build()), build()
+    optimizer = optimizer_of(model.parameters())
+    loss_of(model, batch(0, context.rank)).backward()
+    optimizer.step()
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save(state, checkpoint_id=str(context.directory / "checkpoint"))
+    fresh = shard_blocks(build())
+    fresh_optimizer = optimizer_of(fresh.parameters())
+    state = {
+        "model": get_model_state_dict(fresh),
+        "optim": get_optimizer_state_dict(fresh, fresh_optimizer),
+    }
+    dcp.load(state, checkpoint_id=str(context.directory / "checkpoint"))
+    set_model_state_dict(fresh, state["model"])
+    set_optimizer_state_dict(fresh, fresh_optimizer, state["optim"])
+    fresh_optimizer.zero_grad()
+    loss_of(fresh, batch(1, context.rank)).backward()
+    fresh_optimizer.step()
+    plain_optimizer = optimizer_of(plain.parameters())
+    for step in range(2):
+        for rank in range(context.world_size):
+            (loss_of(plain, batch(step, rank)) / context.world_size).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    compare(fresh, plain)
+
+
+def test_training_goes_on_from_a_distributed_checkpoint() -> None:
+    on_ranks(_checkpoint, 2)
+
+
+def _full_dict(context: RankContext) -> list[int]:
+    model = shard_blocks(build())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=options)
+    if context.rank == 0:
+        for name, want in build().state_dict().items():
+            assert torch.equal(full[name], want), name
+    other = shard_blocks(build())
+    for param in other.parameters():
+        nn.init.zeros_(param)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, full, options=options)
+    compare(other, build())
+    return [len(full)]
+
+
+def test_a_full_state_dict_is_gathered_and_scattered() -> None:
+    assert on_ranks(_full_dict, 2) == ([15], [0])
+
+
+def _meta(context: RankContext) -> None:
+    with torch.device("meta"):
+        model = Stack()
+    shard_blocks(model)
+    model.to_empty(device="cpu")
+    plain = build()
+    wanted = dict(plain.state_dict())
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if isinstance(tensor, DTensor):
+                tensor.copy_(distribute_tensor(wanted[name], tensor.device_mesh, tensor.placements))
+            else:
+                tensor.copy_(wanted[name])
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_a_model_may_start_on_meta() -> None:
+    on_ranks(_meta, 3)
+
+
+def _replace(context: RankContext) -> None:
+    model, plain = shard_blocks(build()), build()
+    old = model.out.weight
+    value = torch.full(old.shape, 0.25)
+    model.out.weight = nn.Parameter(distribute_tensor(value, old.device_mesh, old.placements))
+    plain.out.weight.data.copy_(value)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_a_parameter_replaced_before_the_first_forward_is_used() -> None:
+    on_ranks(_replace, 2)
+
+
+def _to_float64(context: RankContext, trained: bool) -> str:
+    model, plain = shard_blocks(build()), build()
+    if trained:
+        train_sharded(model, context.rank, steps=1)
+        train_plain(plain, context.world_size, steps=1)
+    model.to(torch.float64)
+    plain.to(torch.float64)
+
+    def loss(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module(x.double()).pow(2).mean()
+
+    train_sharded(model, context.rank, loss=loss)
+    train_plain(plain, context.world_size, loss=loss)
+    compare(model, plain)
+    return str(model.inp.weight.dtype)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_cast_after_sharding_changes_the_compute_dtype(trained: bool) -> None:
+    assert agreed(_to_float64, 2, trained=trained) == "torch.float64"
+
+
+def _no_grad_first(context: RankContext, mode: str) -> None:
+    model, plain = shard_blocks(build()), build()
+    guard = {"no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    model.eval()
+    with guard():
+        got = model(batch(5, context.rank))
+    assert torch.equal(got, plain(batch(5, context.rank)))
+    model.train()
+    model.reshard()  # no backward did it
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+def test_evaluation_may_come_first(mode: str) -> None:
+    on_ranks(_no_grad_first, 2, mode=mode)
+
+
+class Fragile(Stack):
+    """Raises where it is told to."""
+
+    where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.inp(x))
+        if self.where == "forward":
+            raise RuntimeError("on purpose")
+        if self.where == "backward":
+            x = _Fails.apply(x)
+        return self.out(self.blocks[1](x)) * self.scale
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("on purpose")
+
+
+def _recovers(context: RankContext, where: str, reset: bool) -> bool:
+    model, plain = shard_blocks(build(Fragile)), build(Fragile)
+    train_sharded(model, context.rank, steps=1)
+    train_plain(plain, context.world_size, steps=1)
+    model.where = where
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss_of(model, batch(9, context.rank)).backward()
+    model.where = ""
+    if reset:
+        model.reset_iter_state()
+        groups = [g for s in fully_shard.state(model).context.all_states for g in s.groups]
+        assert all(g.sharded_state is ShardedState.SHARDED for g in groups)
+    else:
+        model(batch(9, context.rank))  # a forward alone must heal it
+        model.reshard()
+    model.zero_grad()
+    train_sharded(model, context.rank, steps=2)
+    train_plain(plain, context.world_size, steps=2)
+    compare(model, plain)
+    return True
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "by_reset"])
+def test_an_exception_leaves_a_usable_model(where: str, reset: bool) -> None:
+    on_ranks(_recovers, 2, where=where, reset=reset)
+
+
+class Remembering(Stack):
+    """Recomputes its blocks in backward."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x) * self.scale
+
+
+class Inner(nn.Module):
+    """Recomputes its own inside."""
+
+    reentrant = False
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+def _recompute(context: RankContext, where: str, reentrant: bool) -> None:
+    def make() -> nn.Module:
+        model = build(Remembering if where == "outside" else Stack)
+        model.reentrant = reentrant
+        if where == "inside":
+            model.blocks = nn.ModuleList(Inner(block) for block in model.blocks)
+            for block in model.blocks:
+                block.reentrant = reentrant
+        return model
+
+    model, plain = shard_blocks(make()), make()
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(where: str, reentrant: bool) -> None:
+    on_ranks(_recompute, 2, where=where, reentrant=reentrant)
+
+
+def _hooks(context: RankContext) -> list[Any]:
+    """The optimizer runs inside backward, once per parameter."""
+    model, plain = shard_blocks(build()), build()
+    calls: dict[str, int] = {}
+    steps = {}
+    for name, param in model.named_parameters():
+        steps[name] = torch.optim.SGD([param], lr=0.1)
+
+        def hook(tensor: torch.Tensor, name: str = name) -> None:
+            calls[name] = calls.get(name, 0) + 1
+            steps[name].step()
+            steps[name].zero_grad()
+
+        param.register_post_accumulate_grad_hook(hook)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, batch(step, context.rank)).backward()
+        for rank in range(context.world_size):
+            (loss_of(plain, batch(step, rank)) / context.world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    compare(model, plain)
+    return sorted(set(calls.values())) + [len(calls)]
+
+
+def test_an_optimizer_may_run_inside_backward() -> None:
+    assert agreed(_hooks, 2) == [2, 14]
+
+
+def _clip(context: RankContext) -> None:
+    model, plain = shard_blocks(build()), build()
+    loss_of(model, batch(0, context.rank)).backward()
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+    for norm_type in (2.0, float("inf")):
+        got = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
+        torch.testing.assert_close(whole(got), want, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradient_clipping_sees_the_whole_norm(world: int) -> None:
+    on_ranks(_clip, world)
+
+
+@dataclasses.dataclass
+class Bundle:
+    value: torch.Tensor
+    note: str
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.other = nn.Linear(DIM, DIM)
+
+    def forward(self, bundle: Bundle, *, extra: dict[str, Any]) -> dict[str, Any]:
+        return {"a": [self.linear(bundle.value)], "b": Bundle(self.other(extra["x"]), bundle.note)}
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Nested()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        out = self.blocks[0](Bundle(x, "note"), extra={"x": x * 2, "none": None})
+        assert out["b"].note == "note"
+        return out["a"][0] + out["b"].value
+
+
+def _nested(context: RankContext) -> list[str]:
+    model, plain = shard_blocks(build(Outer)), build(Outer)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+    return [r.module or "" for r in context.recorder.records if r.op == "reduce_scatter"][:2]
+
+
+def test_tensors_inside_containers_are_followed() -> None:
+    on_ranks(_nested, 2)
+
+
+def _ignored(context: RankContext) -> list[Any]:
+    model = build()
+    kept = model.blocks[0].up.weight
+    dist.broadcast(kept.detach(), 0)
+    shard_blocks(model, ignored_params={kept})
+    loss_of(model, batch(0, context.rank)).backward()
+    plain = build()
+    loss_of(plain, batch(0, context.rank)).backward()
+    same = torch.allclose(kept.grad, plain.blocks[0].up.weight.grad, atol=1e-6)
+    return [model.blocks[0].up.weight is kept, same, isinstance(model.blocks[0].up.bias, DTensor)]
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    assert agreed(_ignored, 2) == [True, True, True]
+
+
+def _buffers_of_reductions(context: RankContext) -> int:
+    model, plain = shard_blocks(build()), build()
+    model.set_reduce_scatter_max_input_buffers(3)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+    return fully_shard.state(model).comm().max_input_buffers
+
+
+def test_several_reductions_may_be_in_flight() -> None:
+    assert agreed(_buffers_of_reductions, 2) == 3
+
+
+class Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(DIM, 1)
+        self.b = nn.Linear(DIM, 1)
+        self.use = "a"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.use)(x)
+
+
+def _choice(context: RankContext) -> None:
+    model, plain = fully_shard(build(Choice)), build(Choice)
+    model.set_reduce_scatter_unused_params(True)
+    model.use = "ab"[context.rank]
+    model(batch(0, context.rank)).sum().backward()
+    for rank in range(2):
+        plain.use = "ab"[rank]
+        (plain(batch(0, rank)).sum() / 2).backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), want.grad)
+
+
+def test_ranks_may_use_different_parameters_if_unused_ones_count_as_zero() -> None:
+    on_ranks(_choice, 2)
+
+
+def _gradient_inside_forward(context: RankContext) -> None:
+    """A backward through an inner unit, while the root's forward still runs."""
+
+    class Penalty(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.blocks[0](x).pow(2).mean().backward()
+            return super().forward(x)
+
+    torch.manual_seed(7)
+    model = shard_blocks(Penalty())
+    torch.manual_seed(7)
+    plain = Penalty()
+    loss_of(model, batch(0, context.rank)).backward()
+    for rank in range(context.world_size):
+        for param in plain.parameters():
+            param.grad = None
+        loss_of(plain, batch(0, rank)).backward()
+        total = (
+            [p.grad / 2 for p in plain.parameters()]
+            if rank == 0
+            else [t + p.grad / 2 for t, p in zip(total, plain.parameters(), strict=True)]
+        )
+    for got, want in zip(model.parameters(), total, strict=True):
+        torch.testing.assert_close(whole(got.grad), want, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_may_run_inside_a_forward() -> None:
+    on_ranks(_gradient_inside_forward, 2)
+
+
+def _parametrized(context: RankContext) -> None:
+    def make() -> nn.Module:
+        model = build()
+        nn.utils.parametrizations.weight_norm(model.inp)
+        return model
+
+    model, plain = shard_blocks(make()), make()
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_parametrizations_are_sharded_like_other_modules() -> None:
+    on_ranks(_parametrized, 2)
+
+
+def _mixed_dtypes(context: RankContext) -> list[Any]:
+    """Frozen integers and other dtypes travel in the same collective, as bytes."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+            self.table = nn.Parameter(torch.arange(7), requires_grad=False)
+            self.small = nn.Parameter(torch.ones(5, dtype=torch.float16), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.table.sum() + self.small.float().sum()
+
+    torch.manual_seed(0)
+    plain = Mixed()
+    torch.manual_seed(0)
+    model = fully_shard(Mixed())
+    x = batch(0, context.rank)
+    assert torch.equal(model(x), plain(x))
+    loss_of(model, x).backward()
+    gathers = [r for r in context.recorder.records if r.op == "all_gather"]
+    return [
+        gathers[-1].dtype,
+        model.table.dtype is torch.int64,
+        model.small.full_tensor().sum().item(),
+    ]
+
+
+def test_a_group_of_several_dtypes_uses_one_gather() -> None:
+    values = on_ranks(_mixed_dtypes, 2)
+    assert values[0] == values[1]
+    assert values[0][1:] == [True, 5.0]
