@@ -1,6 +1,6 @@
 """What one 2-rank test costs in the harnesses of PyTorch and in the pool of `conformance.ranks`.
 
-The same test, an all-reduce whose result is checked, runs under `MultiProcessTestCase` (processes
+The same test (`all_reduce.py`: an all-reduce whose result is checked) runs under `MultiProcessTestCase` (processes
 spawned for each test), `MultiProcContinuousTest` (processes spawned once per class), in fresh ranks
 and in kept ranks of a `RankPool`. Rounds are interleaved. Start-up is the time from nothing to the
 end of the first test; "each test" is that of one more test.
@@ -34,23 +34,14 @@ from torch.testing._internal.common_distributed import (
     MultiProcessTestCase,
 )
 
-from conformance.ranks import Job, RankContext, RankPool, RankVerdict
+from all_reduce import WORLD, check_all_reduce, job_all_reduce
+from conformance.ranks import Job, RankPool, RankVerdict
 
-WORLD = 2
 DEVICE_VARIABLE = "HARNESS_DEVICE"  # spawned processes import this file and learn it from here
 
 
 def device_type() -> str:
     return os.environ.get(DEVICE_VARIABLE, "cpu")
-
-
-def check_all_reduce(rank: int, device: torch.device) -> float:
-    values = torch.full((1024,), float(rank + 1), device=device)
-    dist.all_reduce(values)
-    total = values[0].item()
-    if total != WORLD * (WORLD + 1) / 2:
-        raise AssertionError(f"rank {rank}: the sum over ranks is {total}")
-    return total
 
 
 def take_device(rank: int) -> torch.device:
@@ -93,10 +84,6 @@ class SpawnedPerClass(MultiProcContinuousTest):
 
     def test_all_reduce(self) -> None:
         check_all_reduce(self.rank, take_device(self.rank))
-
-
-def job_all_reduce(context: RankContext) -> float:
-    return check_all_reduce(context.rank, context.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ from conformance.mutants import mutant_named
 from conformance.oracle import VirtualRanks, rank_seed
 from conformance.oracle_run import OracleRun
 from conformance.per_rank import PerRank
-from conformance.ranks import RankContext
+from conformance.ranks import Job, RankContext
+from conformance.ranks.job import load_function
 from conformance.scenarios import SCENARIOS, Run
 
 
@@ -54,6 +55,7 @@ class CaseRequest:
         directory: where the history goes.
         probe: capabilities to use although they are not claimed.
         mutant: a defect to plant.
+        source: file of the adapter's module, which may not be importable by its name.
     """
 
     adapter: str
@@ -63,6 +65,7 @@ class CaseRequest:
     directory: str
     probe: tuple[str, ...] = ()
     mutant: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,9 @@ def run_case(context: RankContext, *, request: CaseRequest) -> None:
     torch.manual_seed(rank_seed(request.seed, context.rank))
     with ExitStack() as stack:
         stack.callback(writer.close)
+        if request.source is not None:
+            module, _, name = request.adapter.partition(":")
+            load_function(Job(file=request.source, module=module, qualname=name))
         driver, options = make_adapter(request.adapter, request.variant)
         if request.mutant is not None:
             driver = stack.enter_context(mutant_named(request.mutant).planted(driver))

@@ -258,7 +258,8 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 def units_of(module: nn.Module, units: tuple[type[nn.Module], ...]) -> list[str]:
     """Path of the innermost unit around each trainable parameter; empty for the root."""
-    paths = [f"{path}." for path, inner in module.named_modules() if path and isinstance(inner, units)]
+    inner = [path for path, part in module.named_modules() if isinstance(part, units)]
+    paths = [f"{path}." for path in inner if path]
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     return [max((p for p in paths if name.startswith(p)), key=len, default="") for name in names]
 

@@ -107,7 +107,7 @@ def plan_probes(
         for planned in plan(capabilities | set(probe), checks, chosen):
             about = about_claim(planned.checks, probe)
             if planned.case not in cases or about:
-                judging = planned.checks if planned.case not in cases else about
+                judging = about or planned.checks
                 found.append(Planned(case=planned.case, probe=probe, checks=judging))
                 break
     return found

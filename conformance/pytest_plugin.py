@@ -1,9 +1,10 @@
 """pytest plugin, loaded at start-up in every environment that has this distribution installed.
 
-It knows how many workers `-n auto` should start in a project whose tests start ranks, and where the
-workers of a run share histories. It must do nothing to any other project: its one hook answers only
-where the project's own configuration says how many ranks a test uses (`fsdp_conformance_ranks = 2`),
-and leaves the answer to xdist elsewhere; its one fixture is used by `parametrize_with_checks`.
+It knows how many workers `-n auto` should start in a project whose tests start ranks, and where
+the workers of a run share histories. It must do nothing to any other project: its one hook answers
+only where the project's own configuration says how many ranks a test uses
+(`fsdp_conformance_ranks = 2`), and leaves the answer to xdist elsewhere; its one fixture is used
+by `parametrize_with_checks`.
 It must not import torch, nor any module of the suite, unless one of them is asked for.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -68,6 +69,11 @@ class Subject:
             return adapter
         with mutant_named(self.mutant).planted(adapter) as planted:
             return planted
+
+    def source(self) -> str | None:
+        """File of the module of an adapter named ``module:Class``, once it is imported here."""
+        module, colon, _ = self.adapter.partition(":")
+        return getattr(sys.modules.get(module), "__file__", None) if colon else None
 
     @property
     def folder(self) -> str:
@@ -199,6 +205,7 @@ class Session:
             seed=setting.seed,
             directory=str(directory),
             probe=probe,
+            source=subject.source(),
         )
         fresh = subject.mutant is not None
         job = Job.of(run_case, request=request)

@@ -339,9 +339,12 @@ class DTensorExposure:
         """Set the gradients, or add to those that are there; then run the users' hooks."""
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
+        hooked: list[nn.Parameter] = []
         for param, piece in zip(params, pieces, strict=True):
             sharded = param.sharded
             present = sharded.grad
+            if sharded._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                hooked.append(sharded)
             if present is None:
                 sharded.grad = dtensor_of(piece, param.spec, requires_grad=False)
                 continue
@@ -353,6 +356,6 @@ class DTensorExposure:
             addends.append(piece)
         if sums:
             torch._foreach_add_(sums, addends)
-        for param in params:
-            for hook in post_accumulate_hooks(param.sharded):
-                hook(param.sharded)
+        for sharded in hooked:
+            for hook in post_accumulate_hooks(sharded):
+                hook(sharded)

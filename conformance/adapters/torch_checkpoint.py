@@ -37,7 +37,7 @@ class CheckpointDirectory(Adapter):
     def load(self, w: Wrapped, directory: Path) -> None:
         """Read into the fresh pair's own state, then set that."""
         model, optimizer = get_state_dict(w.module, w.optimizer)
-        content = {"model": model, "optimizer": optimizer}
+        content: dict[str, Any] = {"model": model, "optimizer": optimizer}
         dcp.load(content, checkpoint_id=directory)
         set_state_dict(
             w.module,

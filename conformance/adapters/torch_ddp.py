@@ -53,8 +53,12 @@ class DistributedDataParallelAdapter(ReplicatedAdapter):
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "gradient_as_bucket_view=True": {"gradient_as_bucket_view": True},
-        "static_graph=True": {"static_graph": True},
         "broadcast_buffers=False": {"broadcast_buffers": False},
+        # every backward reduces here, so buffers would be broadcast at every micro-batch too
+        "static_graph=True,broadcast_buffers=False": {
+            "static_graph": True,
+            "broadcast_buffers": False,
+        },
     }
     capabilities = frozenset(
         {

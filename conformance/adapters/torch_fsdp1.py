@@ -25,7 +25,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from conformance.adapter import (
     BuildConfig,
     Conventions,
-    Conventions,
     OptimizerFactory,
     Refusal,
     StateKind,
@@ -135,7 +134,7 @@ class FullyShardedAdapter(CheckpointDirectory):
 
     def no_sync(self, w: Wrapped) -> AbstractContextManager[Any]:
         """The wrapper's own context."""
-        context: AbstractContextManager[Any] = w.module.no_sync()  # type: ignore[operator, assignment]
+        context: AbstractContextManager[Any] = w.module.no_sync()  # type: ignore[operator]
         return context
 
     def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor:

@@ -76,7 +76,7 @@ class FullyShardAdapter(CheckpointDirectory):
 
     def no_sync(self, w: Wrapped) -> AbstractContextManager[Any]:
         """This wrapper's form of it: reduction is switched off and on again."""
-        return toggled(w.module.set_requires_gradient_sync)  # type: ignore[operator, arg-type]
+        return toggled(w.module.set_requires_gradient_sync)  # type: ignore[arg-type]
 
     def model_state(
         self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False

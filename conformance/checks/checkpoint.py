@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +69,7 @@ def state_dict_tensors(evidence: Evidence, ledger: Ledger) -> None:
             for facet, cause in _FACETS.items():
                 value, expected = got[key][facet], seen.value[key][facet]
                 ledger.hold(
-                    value == expected,
+                    value == expected or value is None,  # a rank without a shard has no device
                     moment=seen.moment,
                     cause=cause,
                     sentence=f"{facet} of {key} in the model state of rank {rank} is {value},"
@@ -123,7 +124,7 @@ def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
                         limit,
                         name=f"{key} in the bare module of rank {rank}",
                         moment=seen.moment,
-                        suspects=lambda rank=rank, key=key: fresh_values(evidence, rank, key),
+                        suspects=partial(fresh_values, evidence, rank, key),
                         rank=rank,
                         fqn=key,
                     )
@@ -168,7 +169,7 @@ def _compare_loaded(
     ledger: Ledger,
     seen: Observation,
     got: Mapping[str, Any],
-    saved: list[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
     rank: int,
 ) -> None:
     for key in sorted({*got, *saved[0]}):
@@ -184,7 +185,7 @@ def _compare_loaded(
             0.0,
             name=f"{key} after the load, rank {rank},",
             moment=seen.moment,
-            suspects=lambda key=key: fresh_values(evidence, rank, key),
+            suspects=partial(fresh_values, evidence, rank, key),
             rank=rank,
             fqn=key,
         )
@@ -243,14 +244,18 @@ def _compare_optimizer(
             0.0,
             name=f"optimizer state {key} after the load, rank {rank},",
             moment=seen.moment,
-            suspects=lambda key=key: [
-                (Cause.PERMUTED, value)
-                for other, value in saved.items()
-                if other != key and value.shape == saved[key].shape
-            ],
+            suspects=partial(_other_states, saved, key),
             rank=rank,
             fqn=key,
         )
+
+
+def _other_states(saved: Mapping[str, Tensor], key: str) -> list[Suspect]:
+    return [
+        (Cause.PERMUTED, value)
+        for other, value in saved.items()
+        if other != key and value.shape == saved[key].shape
+    ]
 
 
 def _compare_steps_after(evidence: Evidence, ledger: Ledger) -> None:

@@ -4,16 +4,22 @@
         outcome = pool.run(Job.of(function, steps=3))
 
 `function` gets a `RankContext` and the keyword arguments; what it returns must be JSON-able.
+
+The controlling side needs no torch, so importing this package does not import it.
 """
 
 from __future__ import annotations
 
-from conformance.ranks.collectives import CollectiveRecorder
+from typing import TYPE_CHECKING, Any
+
 from conformance.ranks.context import RankContext, SkipRank
 from conformance.ranks.job import Job
 from conformance.ranks.outcome import Outcome, RankReport, RankStatus, RankVerdict
 from conformance.ranks.pool import RankPool, shared_pool
 from conformance.ranks.records import CollectiveRecord
+
+if TYPE_CHECKING:
+    from conformance.ranks.collectives import CollectiveRecorder
 
 __all__ = [
     "CollectiveRecord",
@@ -28,3 +34,11 @@ __all__ = [
     "SkipRank",
     "shared_pool",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CollectiveRecorder":
+        from conformance.ranks.collectives import CollectiveRecorder
+
+        return CollectiveRecorder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """What a job function is handed on its rank, and the exception by which it skips.
 
-Knows torch's names for devices only. Must not know processes or sockets.
+Plain data. Must not know processes or sockets; imports torch for the annotations only.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import unittest
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from conformance.ranks.collectives import CollectiveRecorder
+    from conformance.ranks.collectives import CollectiveRecorder
 
 __all__ = ["RankContext", "SkipRank", "is_skip"]
 
@@ -32,7 +34,7 @@ class RankContext:
         device: the device that this rank owns; already the current one.
         backend: backend of the default process group.
         recorder: records the job's collectives; installed for the whole job.
-        directory: scratch directory of this job, common to its ranks, removed after it.
+        directory: scratch directory of this job, common to its ranks, emptied after it.
     """
 
     rank: int

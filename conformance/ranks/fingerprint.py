@@ -23,15 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _python_dispatch
 
-__all__ = ["IGNORED_ENVIRONMENT", "changes", "fingerprint", "seed_everything"]
+from conformance.ranks.setup import IGNORED_ENVIRONMENT
 
-IGNORED_ENVIRONMENT = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    | {"GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "PYTEST_CURRENT_TEST"}
-    | {"TORCHINDUCTOR_CACHE_DIR"}
-)
-"""Variables whose change leaks nothing: a rank's place, the running test, and one that importing
-torch._dynamo sets, which the first optimizer does."""
+__all__ = ["changes", "fingerprint", "seed_everything"]
 
 _OWNERS: Mapping[str, Any] = {
     "torch.distributed": dist,

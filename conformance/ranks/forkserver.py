@@ -46,10 +46,10 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
         _import_all(["torch", "torch.distributed", "conformance.ranks.worker", *preload])
         gc.collect()
         gc.freeze()  # the ranks' collections then neither visit nor copy what is shared
-        send(channel, pickle.dumps({"ready": True}))
+        send(channel, pickle.dumps({"number": 0}))
         server.loop()
     except _ImportFailed as error:
-        send(channel, pickle.dumps({"error": str(error)}))
+        send(channel, pickle.dumps({"number": 0, "error": str(error)}))
     except (OSError, WireError):
         pass  # the controller is gone in the middle of a message
     finally:
@@ -114,13 +114,13 @@ class _Server:
             self.closed_in_order = True
             return False
         if kind == "fork":
-            pid = self._fork(request["setup"], fds[0])
-            send(self._channel, pickle.dumps({"pid": pid}))
+            answer = {"pid": self._fork(request["setup"], fds[0])}
         else:
             for pid in request["pids"]:
                 if pid in self._children:
                     self._signal(pid, request["signal"], group=request["group"])
-            send(self._channel, pickle.dumps({"done": True}))
+            answer = {}
+        send(self._channel, pickle.dumps(answer | {"number": request["number"]}))
         return True
 
     def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:

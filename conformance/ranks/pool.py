@@ -24,6 +24,7 @@ from conformance.ranks.job import Job
 from conformance.ranks.outcome import Outcome, RankVerdict
 from conformance.ranks.process import ForkServer, RankProcess
 from conformance.ranks.records import clear_ring
+from conformance.ranks.servers import lease_server, release_server
 from conformance.ranks.setup import RankSetup
 from conformance.ranks.supervise import Supervisor
 from conformance.ranks.wire import WireError, receive, send
@@ -78,10 +79,15 @@ class RankPool:
         self._lock = threading.RLock()
         self._server: ForkServer | None = None
         self._kept: list[RankProcess] = []
-        self._generation = 0
-        self._jobs = 0
+        self._scratch: Path | None = None
         self._owner = os.getpid()
         self._closed = False
+
+    def start(self) -> None:
+        """Begin to start the forkserver, so that its imports overlap with what the caller does."""
+        with self._lock:
+            self._check_usable()
+            self._running_server()
 
     def run(self, job: Job, *, timeout: float = 60.0, fresh: bool = False) -> Outcome:
         """Run a job on all ranks and wait for it.
@@ -104,15 +110,17 @@ class RankPool:
             server = self._running_server()
             ranks = self._fork(server) if fresh else self._kept_ranks(server)
             try:
-                _send(ranks, job, kwargs, self._scratch(server))
+                _send(ranks, job, kwargs, self._empty_directory(server))
                 outcome = Supervisor(server=server, ranks=ranks, timeout=timeout).watch()
                 if fresh:
                     self._end(server, ranks)
                 else:
                     self._keep_or_replace(server, outcome)
-            except BaseException:  # the controller is interrupted: the ranks are in mid-job
-                self._kept = [] if not fresh else self._kept
-                self._end(server, ranks)
+            except BaseException:  # the controller is interrupted, and the ranks are in mid-job
+                with contextlib.suppress(RuntimeError):
+                    self._end(server, ranks)
+                if not fresh:
+                    self._kept = []
                 raise
             return outcome
 
@@ -122,12 +130,10 @@ class RankPool:
             self._closed = True
             if self._owner != os.getpid():
                 return  # a forked copy must not end the original's ranks
-            for rank in self._kept:
-                rank.close()
-            self._kept = []
             if self._server is not None:
-                self._server.close()
-                self._server = None
+                with contextlib.suppress(RuntimeError):  # a silent forkserver is killed below
+                    self._end(self._server, self._kept)
+            self._forget_server()
 
     def __enter__(self) -> RankPool:
         return self
@@ -151,11 +157,19 @@ class RankPool:
 
     def _running_server(self) -> ForkServer:
         if self._server is not None and not self._server.alive:
-            self._server.close()
-            self._server, self._kept = None, []
+            self._forget_server()
         if self._server is None:
-            self._server = ForkServer(preload=self._preload, env=self._env)
+            self._server = lease_server(self._preload, self._env)
         return self._server
+
+    def _forget_server(self) -> None:
+        for rank in self._kept:
+            rank.close()
+        self._kept = []
+        self._scratch = None
+        if self._server is not None:
+            release_server(self._server)
+            self._server = None
 
     def _kept_ranks(self, server: ForkServer) -> list[RankProcess]:
         server.collect_exits(self._kept)
@@ -166,39 +180,41 @@ class RankPool:
             self._kept = self._fork(server)
         return self._kept
 
-    def _scratch(self, server: ForkServer) -> Path:
-        """An empty directory: the last one if its job left nothing in it."""
-        directory = server.root / f"job{self._jobs}"
-        with contextlib.suppress(OSError):
-            if self._jobs and not any(directory.iterdir()):
-                return directory
-        shutil.rmtree(directory, ignore_errors=True)
-        self._jobs += 1
-        directory = server.root / f"job{self._jobs}"
-        directory.mkdir()
-        return directory
+    def _empty_directory(self, server: ForkServer) -> Path:
+        """Scratch of the next job: the last one's, if that left nothing in it."""
+        if self._scratch is not None:
+            with contextlib.suppress(OSError):
+                if not any(self._scratch.iterdir()):
+                    return self._scratch
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch = server.new_directory("job")
+        return self._scratch
 
     def _fork(self, server: ForkServer) -> list[RankProcess]:
-        self._generation += 1
-        directory = server.root / f"ranks{self._generation}"
-        directory.mkdir()
+        directory = server.new_directory("ranks")
         port = _free_port()
-        return [
-            server.fork(
-                RankSetup(
-                    rank=rank,
-                    world=self.world,
-                    device=self.device,
-                    backend=self.backend,
-                    store=str(directory / "store"),
-                    output=str(directory / f"rank{rank}.out"),
-                    stacks=str(directory / f"rank{rank}.stacks"),
-                    ring=str(directory / f"rank{rank}.ring"),
-                    port=port,
-                )
-            )
-            for rank in range(self.world)
-        ]
+        ranks: list[RankProcess] = []
+        try:
+            for rank in range(self.world):
+                ranks.append(server.fork(self._setup(rank, directory, port)))
+        except BaseException:
+            for started in ranks:
+                started.close()  # an idle rank leaves when its channel is closed
+            raise
+        return ranks
+
+    def _setup(self, rank: int, directory: Path, port: int) -> RankSetup:
+        return RankSetup(
+            rank=rank,
+            world=self.world,
+            device=self.device,
+            backend=self.backend,
+            store=str(directory / "store"),
+            output=str(directory / f"rank{rank}.out"),
+            stacks=str(directory / f"rank{rank}.stacks"),
+            ring=str(directory / f"rank{rank}.ring"),
+            port=port,
+        )
 
     def _keep_or_replace(self, server: ForkServer, outcome: Outcome) -> None:
         if outcome.verdict not in (RankVerdict.OK, RankVerdict.SKIP):

@@ -15,12 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conformance.ranks.evidence import tail_of
 from conformance.ranks.setup import RankSetup
 from conformance.ranks.wire import Inbox, WireError, receive, send
 
@@ -29,6 +31,8 @@ __all__ = ["ForkServer", "RankProcess", "describe_exit"]
 START_TIMEOUT = 300.0
 """Importing torch and the preloaded modules on a cold, loaded machine."""
 _ANSWER_TIMEOUT = 30.0
+_ORDERLY_TIMEOUT = 2.0
+_TICK = 0.25
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; from conformance.ranks.forkserver import main; "
     "main({channel}, {exits}, {preload!r}, {root!r})"
@@ -52,23 +56,29 @@ class RankProcess:
 
 
 class ForkServer:
-    """Starts the forkserver process, asks it for ranks, and hears of their exits."""
+    """Starts the forkserver process, asks it for ranks, and hears of their exits.
+
+    Several pools and threads may use one.
+    """
 
     def __init__(self, *, preload: Sequence[str], env: Mapping[str, str]) -> None:
         """Start the process; it imports while the caller goes on, up to the first `fork`.
 
         Args:
             preload: modules to import before forking.
-            env: environment variables of the forkserver and its ranks, over the controller's own.
+            env: the whole environment of the forkserver and its ranks.
         """
         self.root = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self.log = self.root / "forkserver.log"
+        self._log = self.root / "forkserver.log"
+        self._lock = threading.RLock()
+        self._directories = 0
+        self._requests = 0
+        self._ready = False
+        self._partial = b""
+        self._statuses: dict[int, str] = {}
         self._channel, theirs = socket.socketpair()
         self._exits, their_exits = os.pipe()
         os.set_blocking(self._exits, False)
-        self._partial = b""
-        self._ready = False
-        self._statuses: dict[int, str] = {}
         boot = _BOOT.format(
             path=[entry or os.getcwd() for entry in sys.path],
             channel=theirs.fileno(),
@@ -76,10 +86,10 @@ class ForkServer:
             preload=list(preload),
             root=str(self.root),
         )
-        with theirs, self.log.open("wb") as log:
+        with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", boot],
-                env={**os.environ, **_fixed_environment(), **env},
+                env=env,
                 pass_fds=(theirs.fileno(), their_exits),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -98,30 +108,27 @@ class ForkServer:
         """Descriptor that becomes readable when a rank has died."""
         return self._exits
 
-    def wait_ready(self) -> None:
-        """Wait until its imports are done.
-
-        Raises:
-            RuntimeError: a module cannot be imported, or the process died or took too long.
-        """
-        if self._ready:
-            return
-        answer = self._receive(START_TIMEOUT)
-        if "error" in answer:
-            raise RuntimeError(f"the forkserver of the ranks failed: {answer['error']}")
-        self._ready = True
+    def new_directory(self, kind: str) -> Path:
+        """An empty directory that goes with this server."""
+        with self._lock:
+            self._directories += 1
+            directory = self.root / f"{kind}{self._directories}"
+        directory.mkdir()
+        return directory
 
     def fork(self, setup: RankSetup) -> RankProcess:
-        """Fork one rank.
+        """Fork one rank, once the imports are done.
 
         Raises:
-            RuntimeError: the forkserver is gone or does not answer.
+            RuntimeError: a module cannot be imported, or the forkserver is gone or silent.
         """
-        self.wait_ready()
         ours, theirs = socket.socketpair()
-        with theirs:
-            answer = self._ask({"kind": "fork", "setup": setup}, [theirs.fileno()])
-        return RankProcess(setup=setup, pid=answer["pid"], channel=ours)
+        with self._lock, theirs:
+            self._wait_ready()
+            pid = self._ask({"kind": "fork", "setup": setup}, [theirs.fileno()])["pid"]
+            self._read_exits()
+            self._statuses.pop(pid, None)  # of an earlier process with the same id
+        return RankProcess(setup=setup, pid=pid, channel=ours)
 
     def signal(self, ranks: Sequence[RankProcess], number: int, *, group: bool) -> None:
         """Signal ranks (with their process groups); those that are dead are left out.
@@ -129,44 +136,39 @@ class ForkServer:
         The forkserver does it, because only the parent knows that a process id is not reused.
         """
         pids = [rank.pid for rank in ranks]
-        self._ask({"kind": "signal", "pids": pids, "signal": int(number), "group": group}, [])
+        with self._lock:
+            self._ask({"kind": "signal", "pids": pids, "signal": int(number), "group": group}, [])
 
     def collect_exits(self, ranks: Sequence[RankProcess]) -> None:
         """Note in `ranks` which have ended, and how. Does not wait."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._exits, 65536):
-                self._partial += chunk
-        *lines, self._partial = self._partial.split(b"\n")
-        for line in lines:
-            pid, status = map(int, line.split())
-            self._statuses[pid] = describe_exit(status)
-        for rank in ranks:
-            if rank.exit is None and rank.pid in self._statuses:
-                rank.exit = self._statuses.pop(rank.pid)
-            elif rank.exit is None and not self.alive:
-                rank.exit = "gone with its forkserver"
+        with self._lock:
+            self._read_exits()
+            for rank in ranks:
+                if rank.exit is None and rank.pid in self._statuses:
+                    rank.exit = self._statuses.pop(rank.pid)
+                elif rank.exit is None and not self.alive:
+                    rank.exit = "gone with its forkserver"
 
     def wait_exits(self, ranks: Sequence[RankProcess], timeout: float) -> bool:
         """Wait until all `ranks` have ended; False if some live on after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             self.collect_exits(ranks)
-            left = deadline - time.monotonic()
             if all(rank.exit is not None for rank in ranks):
                 return True
+            left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            select.select([self._exits], [], [], min(left, 0.5))
+            select.select([self._exits], [], [], min(left, _TICK))
 
     def close(self) -> None:
         """End the process and all of its ranks, and remove its files."""
-        with contextlib.suppress(OSError, WireError):
-            self._channel.settimeout(1.0)
-            self._channel.sendall(b"r")
-            send(self._channel, pickle.dumps({"kind": "close"}))
+        with self._lock, contextlib.suppress(OSError, WireError):
+            self._channel.settimeout(_ORDERLY_TIMEOUT)
+            self._tell({"kind": "close"}, [])
         self._channel.close()
         try:
-            self._process.wait(timeout=2.0 if self._ready else 0.0)
+            self._process.wait(timeout=_ORDERLY_TIMEOUT if self._ready else 0.0)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # its ranks die with it
@@ -174,33 +176,59 @@ class ForkServer:
         os.close(self._exits)
         shutil.rmtree(self.root, ignore_errors=True)
 
+    def _wait_ready(self) -> None:
+        if not self._ready:
+            answer = self._answer(0, START_TIMEOUT)
+            if "error" in answer:
+                raise RuntimeError(f"the forkserver of the ranks failed: {answer['error']}")
+            self._ready = True
+
+    def _read_exits(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._exits, 65536):
+                self._partial += chunk
+        *lines, self._partial = self._partial.split(b"\n")
+        for line in lines:
+            pid, status = map(int, line.split())
+            self._statuses[pid] = describe_exit(status)
+
     def _ask(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        self._requests += 1
         try:
             self._channel.settimeout(_ANSWER_TIMEOUT)
-            socket.send_fds(self._channel, [b"r"], fds)
-            send(self._channel, pickle.dumps(request))
+            self._tell(request | {"number": self._requests}, fds)
         except OSError as error:
             raise self._gone(error) from error
-        return self._receive(_ANSWER_TIMEOUT)
+        return self._answer(self._requests, _ANSWER_TIMEOUT)
 
-    def _receive(self, timeout: float) -> dict[str, Any]:
-        try:
-            self._channel.settimeout(timeout)
-            payload = receive(self._channel)
-        except (OSError, WireError) as error:
-            raise self._gone(error) from error
-        if payload is None:
-            raise self._gone(None)
-        answer: dict[str, Any] = pickle.loads(payload)
-        return answer
+    def _tell(self, request: dict[str, Any], fds: list[int]) -> None:
+        socket.send_fds(self._channel, [b"r"], fds)  # descriptors travel with a byte of their own
+        send(self._channel, pickle.dumps(request))
+
+    def _answer(self, number: int, timeout: float) -> dict[str, Any]:
+        """The answer to a request; older ones, whose wait was interrupted, are passed over."""
+        while True:
+            try:
+                self._channel.settimeout(timeout)
+                payload = receive(self._channel)
+            except (OSError, WireError) as error:
+                raise self._gone(error) from error
+            if payload is None:
+                raise self._gone(None)
+            answer: dict[str, Any] = pickle.loads(payload)
+            if answer["number"] == number:
+                return answer
 
     def _gone(self, error: Exception | None) -> RuntimeError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         code = self._process.poll()
         state = "does not answer" if code is None else f"ended with status {code}"
-        tail = self.log.read_bytes()[-2000:].decode(errors="replace").strip()
-        return RuntimeError(f"the forkserver of the ranks {state} ({error}); its output: {tail}")
+        tail = tail_of(str(self._log), 0, 2000).strip()
+        return RuntimeError(
+            f"the forkserver of the ranks {state}{f' ({error})' if error else ''}; "
+            f"its output: {tail or 'none'}"
+        )
 
 
 def describe_exit(status: int) -> str:
@@ -212,13 +240,3 @@ def describe_exit(status: int) -> str:
         except ValueError:
             return f"signal {number}"
     return f"exit {os.WEXITSTATUS(status)}"
-
-
-def _fixed_environment() -> dict[str, str]:
-    """Set before torch is imported: one OpenMP thread, gloo on the loopback device."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
-        "PYTHONUNBUFFERED": "1",
-    }

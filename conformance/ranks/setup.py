@@ -5,10 +5,19 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-__all__ = ["STACK_SIGNAL", "RankSetup"]
+__all__ = ["IGNORED_ENVIRONMENT", "STACK_SIGNAL", "RankSetup"]
 
 STACK_SIGNAL = signal.SIGUSR2
 """A rank that gets it writes the Python stacks of all its threads to its stacks file."""
+
+
+IGNORED_ENVIRONMENT = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    | {"GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE", "PYTEST_CURRENT_TEST"}
+    | {"TORCHINDUCTOR_CACHE_DIR"}
+)
+"""Variables whose change leaks nothing: a rank's place, the running test, and one that importing
+torch._dynamo sets, which the first optimizer does."""
 
 
 @dataclass(frozen=True, kw_only=True)

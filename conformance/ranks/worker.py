@@ -84,6 +84,7 @@ class _Rank:
         changed = fingerprint.changes(self.before, fingerprint.fingerprint(self.device))
         self.before = {}
         gc.collect()  # reference cycles hold wrappers, and they hold process groups
+        gc.freeze()  # what is left belongs to modules that the job imported
         if dist.is_initialized():
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:
@@ -122,6 +123,7 @@ class _Rank:
         os.chdir(job.cwd or message["directory"])
         function = load_function(job)
         kwargs = pickle.loads(message["kwargs"])
+        gc.freeze()  # else what was just imported makes every collection of `tidy` slow
         fingerprint.seed_everything(message["seed"], self.device)
         return function, kwargs
 

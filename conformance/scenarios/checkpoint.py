@@ -99,9 +99,9 @@ def layout(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def device_type(value: Any) -> str:
-    """Device type of a tensor, a DTensor or a sharded tensor with local shards."""
+def device_type(value: Any) -> str | None:
+    """Device type of a tensor, a DTensor or a sharded tensor; ``None`` without a local shard."""
     shards = getattr(value, "local_shards", None)
     if shards is not None:
-        return ",".join(sorted({shard.tensor.device.type for shard in shards()}))
+        return ",".join(sorted({shard.tensor.device.type for shard in shards()})) or None
     return torch.device(value.device).type

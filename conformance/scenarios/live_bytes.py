@@ -73,7 +73,7 @@ class CpuMeter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod

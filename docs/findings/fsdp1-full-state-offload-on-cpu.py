@@ -32,9 +32,7 @@ def main(rank, store, use_orig_params):
         bare, device_id=torch.device("cpu"), use_orig_params=use_orig_params
     )
     options = FullStateDictConfig(offload_to_cpu=True)
-    with FullyShardedDataParallel.state_dict_type(
-        wrapped, StateDictType.FULL_STATE_DICT, options
-    ):
+    with FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, options):
         try:
             state = wrapped.state_dict()
         except RuntimeError as error:

@@ -37,9 +37,7 @@ def main(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     bare = model()
     expected = trained(bare, bare.parameters()).state[bare.bias]
-    wrapped = FullyShardedDataParallel(
-        model(), device_id=torch.device("cpu"), use_orig_params=True
-    )
+    wrapped = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = trained(wrapped, wrapped.parameters())
     FullyShardedDataParallel.set_state_dict_type(wrapped, StateDictType.FULL_STATE_DICT)
     actual = FullyShardedDataParallel.optim_state_dict(wrapped, optimizer)["state"]["bias"]

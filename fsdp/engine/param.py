@@ -96,7 +96,7 @@ class FSDPParam:
         """Return the shape of a piece with ``rows`` rows of the cut dim."""
         return torch.Size((*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))
 
-    def install(self, parameter: nn.Parameter) -> None:
+    def install(self, parameter: nn.Parameter | None) -> None:
         """Register ``parameter`` on every owner."""
         for module, name, plain in self.slots:
             if plain:

@@ -368,13 +368,18 @@ class FSDPParamGroup:
         self._gathering = None
         self._post_forward_shard = None
         self._enter_sharded(ShardedState.UNSHARDED)
+        if self._training_state is not TrainingState.PRE_BACKWARD:
+            self._follow_freezing()
         for param in self.fsdp_params:
-            whole = param.unsharded
+            param.install(param.unsharded)
+
+    def _follow_freezing(self) -> None:
+        """Copy ``requires_grad`` to the leaves: users freeze what is registered, the shards."""
+        for param in self.fsdp_params:
+            whole, wanted = param.unsharded, param.sharded.requires_grad
             assert whole is not None
-            wanted = param.sharded.requires_grad
             if whole.requires_grad != wanted:
                 whole.requires_grad_(wanted)
-            param.install(whole)
 
     def drop_pending(self) -> None:
         """Wait for a gather that nobody asked to see, and forget it."""

@@ -509,6 +509,9 @@ def _description(states: list[FSDPState]) -> Iterator[str]:
                 )
 
 
+_NO_TRACE = nullcontext()
+
+
 def trace(event: str, group: FSDPParamGroup) -> AbstractContextManager[Any]:
     """Name what a group does, in the debug log and in a running profile.
 
@@ -517,5 +520,5 @@ def trace(event: str, group: FSDPParamGroup) -> AbstractContextManager[Any]:
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("FSDP::%s (%s)", event, group.module_fqn)
     if not torch.autograd.profiler._is_profiler_enabled:
-        return nullcontext()
+        return _NO_TRACE
     return torch.profiler.record_function(f"FSDP::{event} ({group.module_fqn})")

@@ -21,7 +21,7 @@ from conformance.adapter import (
     Wrapped,
     named_parameters,
 )
-from conformance.adapters import make_adapter
+from conformance.adapters import adapter_class, make_adapter
 from conformance.optimizers import OPTIMIZERS, with_other_hyperparameters
 from conformance.ranks import RankContext
 
@@ -50,9 +50,7 @@ class Pair:
     def of(cls, context: RankContext, adapter: str, variant: str, model: str) -> Pair:
         """By the names of all three."""
         driver, options = make_adapter(adapter, variant)
-        return cls(
-            adapter=driver, options=options, model=models.case(model), context=context
-        )
+        return cls(adapter=driver, options=options, model=models.case(model), context=context)
 
     def wrapped(self, factory: OptimizerFactory = ADAMW, *, shift: float = 0.0) -> Wrapped:
         """The wrapped model, its weights moved by `shift`."""
@@ -105,9 +103,10 @@ def differences(got: Any, expected: Any, path: str = "") -> list[str]:
     """Where two trees of tensors differ by more than rounding, in words."""
     if isinstance(expected, dict):
         lost = [f"{path}{key} is missing" for key in expected if key not in got]
-        more = [f"{path}{key} should not exist" for key in got if key not in expected]
+        lost += [f"{path}{key} should not exist" for key in got if key not in expected]
         both = [key for key in expected if key in got]
-        return lost + more + [d for k in both for d in differences(got[k], expected[k], f"{path}{k} ")]
+        inner = (differences(got[key], expected[key], f"{path}{key} ") for key in both)
+        return [*lost, *(word for words in inner for word in words)]
     if got is None or expected is None or not torch.is_tensor(expected):
         return [] if got is expected or got == expected else [f"{path}is {got}, not {expected}"]
     if got.device.type != "cpu":
@@ -132,7 +131,9 @@ def side_doors(context: RankContext, *, adapter: str, variant: str, model: str) 
         gradients = {k: v for k, v in gradients.items() if expected[k] is not None}
         expected = {k: v for k, v in expected.items() if v is not None}
     trained = {fqn: p.detach() for fqn, p in named_parameters(module)}
-    states = {fqn: optimizer.state[p] for fqn, p in named_parameters(module) if p in optimizer.state}
+    states = {
+        fqn: optimizer.state[p] for fqn, p in named_parameters(module) if p in optimizer.state
+    }
     found += differences(gradients, expected, "gradient: ")
     if "unused" not in pair.model.traits:
         found += differences(pair.adapter.full_parameters(w), trained, "trained: ")
@@ -192,16 +193,12 @@ def explicit_full_state(context: RankContext, *, adapter: str, variant: str) -> 
 
 def every_variant_builds(context: RankContext, *, adapter: str) -> list[str]:
     """What building and one step say, variant by variant; empty where all is well."""
-    from conformance.adapters import adapter_class
-
     found: list[str] = []
     for variant in adapter_class(adapter).variants:
         pair = Pair.of(context, adapter, variant, "mlp")
         w = pair.wrapped()
         pair.train(w, steps=1)
-        expected = {
-            fqn: p.detach() for fqn, p in named_parameters(plain(pair.model, 1)[0])
-        }
+        expected = {fqn: p.detach() for fqn, p in named_parameters(plain(pair.model, 1)[0])}
         found += differences(pair.adapter.full_parameters(w), expected, f"[{variant}] ")
     return found
 
@@ -217,9 +214,9 @@ def parts(context: RankContext, *, adapter: str, variant: str) -> dict[str, int]
     w = pair.wrapped()
     pair.train(w, steps=1)
     held = pair.adapter.local_tensors(w)
-    return {key: sum(t.untyped_storage().nbytes() // 4 for t in v) for key, v in _once(held).items()} | {
-        "whole": sum(p.numel() for p in pair.model.build().parameters())
-    }
+    return {
+        key: sum(t.untyped_storage().nbytes() // 4 for t in v) for key, v in _once(held).items()
+    } | {"whole": sum(p.numel() for p in pair.model.build().parameters())}
 
 
 def _once(held: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:

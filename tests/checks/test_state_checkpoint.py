@@ -136,6 +136,12 @@ def test_an_entry_of_another_kind_is_named(facet: str, value: object, expected: 
     assert (found.where["rank"], found.where["fqn"]) == (1, "body")
 
 
+def test_an_entry_of_which_this_rank_holds_nothing_is_on_no_device() -> None:
+    told = story("sharded")
+    told.instead("model_state_layout", {"body": {**layout()["body"], "device": None}}, rank=1)
+    assert cause("state_dict.tensors", told) is None
+
+
 DEFECTS: list[tuple[Callable[[Tensor], Tensor], Cause]] = [
     (lambda t: t.roll(1, 0), Cause.OFF_BY_ONE_SHARD),
     (lambda t: t.flip(0), Cause.PERMUTED),

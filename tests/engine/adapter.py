@@ -106,5 +106,3 @@ class DeclaresNoGradient(EngineAdapter):
     """The engine gives unused parameters zeros; this one says that they get nothing."""
 
     conventions = Conventions(gradients="sum", loss_divided_by_accumulation=True)
-
-

@@ -1,4 +1,4 @@
-"""A training engine of DeepSpeed's shape, in forty lines: it owns backward, step and checkpoints."""
+"""An engine of DeepSpeed's shape in forty lines: it owns backward, step and checkpoints."""
 
 from pathlib import Path
 from typing import Any

@@ -42,10 +42,15 @@ def describe(context: RankContext) -> dict[str, Any]:
         "env": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")],
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
+        "parent": os.getppid(),
         "cwd": os.getcwd(),
         "directory": str(context.directory),
         "exists": context.directory.is_dir(),
     }
+
+
+def read_environment(context: RankContext, *, name: str) -> str | None:
+    return os.environ.get(name)
 
 
 def draw(context: RankContext) -> list[float]:
@@ -249,7 +254,7 @@ def _start_child() -> None:
 _LEAKS: dict[str, Any] = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "number of threads": lambda: torch.set_num_threads(2),
-    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "grad mode": lambda: torch._C._set_grad_enabled(False),
     "default device": lambda: torch.set_default_device("meta"),
     "torch.distributed.all_reduce": lambda: _patch(dist, "all_reduce"),

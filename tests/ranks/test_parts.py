@@ -169,11 +169,13 @@ def test_a_missing_attribute_is_named() -> None:
         load_function(Job(module="tests.ranks.jobs", qualname="Holder.nothing"))
 
 
-def test_a_script_runs_its_own_functions_as_jobs(tmp_path: Path) -> None:
+def test_a_script_runs_its_own_functions_as_jobs_and_needs_no_torch_for_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
             """
+            import sys
+
             from conformance.ranks import Job, RankPool
 
             def rank_of(context):
@@ -181,11 +183,11 @@ def test_a_script_runs_its_own_functions_as_jobs(tmp_path: Path) -> None:
 
             if __name__ == "__main__":
                 with RankPool(world=2) as pool:
-                    print(pool.run(Job.of(rank_of)).values)
+                    print(pool.run(Job.of(rank_of)).values, "torch" in sys.modules)
             """
         )
     )
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout == "(0, 1)\n", done.stderr
+    assert done.stdout == "(0, 1) False\n", done.stderr

@@ -263,12 +263,22 @@ def test_threads_of_the_controller_take_turns(pool: RankPool) -> None:
     assert [outcome.verdict for outcome in outcomes] == [RankVerdict.OK] * 3
 
 
-def test_larger_worlds_and_single_ranks() -> None:
+def test_larger_worlds_and_single_ranks_share_the_forkserver(pool: RankPool) -> None:
+    parent = pool.run(Job.of(jobs.describe)).values[0]["parent"]
     for world in (1, 3):
-        with RankPool(world=world) as pool:
-            outcome = pool.run(Job.of(jobs.sum_over_ranks, size=1))
+        with RankPool(world=world) as other:
+            outcome = other.run(Job.of(jobs.sum_over_ranks, size=1))
+            seen = other.run(Job.of(jobs.describe)).values
         total = float(world * (world + 1) // 2)
         assert outcome.values == ([total],) * world, outcome
+        assert {value["parent"] for value in seen} == {parent}
+    assert_next_job_runs(pool)
+
+
+def test_the_environment_of_a_pool_reaches_its_ranks() -> None:
+    with RankPool(world=1, env={"ONLY_IN_RANKS": "yes"}) as other:
+        assert other.run(Job.of(jobs.read_environment, name="ONLY_IN_RANKS")).values == ("yes",)
+    assert "ONLY_IN_RANKS" not in os.environ
 
 
 def test_shared_pools_are_shared_by_key() -> None:
