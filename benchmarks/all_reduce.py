@@ -1,4 +1,4 @@
-"""The test that `harness.py` times. A file of its own: ranks import it and nothing of the harness."""
+"""The test that `harness.py` times, by itself: ranks import nothing of the harness."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What one 2-rank test costs in the harnesses of PyTorch and in the pool of `conformance.ranks`.
 
-The same test (`all_reduce.py`: an all-reduce whose result is checked) runs under `MultiProcessTestCase` (processes
-spawned for each test), `MultiProcContinuousTest` (processes spawned once per class), in fresh ranks
-and in kept ranks of a `RankPool`. Rounds are interleaved. Start-up is the time from nothing to the
-end of the first test; "each test" is that of one more test.
+The same test (`all_reduce.py`: an all-reduce whose result is checked) runs under
+`MultiProcessTestCase` (processes spawned for each test), `MultiProcContinuousTest` (processes
+spawned once per class), in fresh ranks and in kept ranks of a `RankPool`. Rounds are interleaved.
+Start-up is the time from nothing to the end of the first test; "each test" is that of one more.
 
     python benchmarks/harness.py [--device cpu] [--rounds 3] [--out results/harness-cpu.json]
 
@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from all_reduce import WORLD, check_all_reduce, job_all_reduce
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
 )
 
-from all_reduce import WORLD, check_all_reduce, job_all_reduce
 from conformance.ranks import Job, RankPool, RankVerdict
 
 DEVICE_VARIABLE = "HARNESS_DEVICE"  # spawned processes import this file and learn it from here

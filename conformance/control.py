@@ -15,7 +15,7 @@ from conformance.causes import Cause
 from conformance.checks import Check
 from conformance.item import Item
 from conformance.models import ModelCase, cases
-from conformance.plan import Planned, plan
+from conformance.plan import Depth, Planned, plan
 from conformance.report.lines import Role
 from conformance.session import Subject
 from conformance.verdicts import BAD, Finding, Verdict
@@ -58,7 +58,7 @@ def _same_case(item: Item, failed: set[str]) -> Item | None:
     checks = [check for check in item.planned.checks if check.id in failed]
     capabilities = make_adapter(CONTROL.adapter)[0].capabilities
     model = cases()[item.planned.case.model]
-    for planned in plan(capabilities, checks, [model]):
+    for planned in plan(capabilities, checks, [model], depth=Depth.FULL):
         if planned.case == item.planned.case:
             return Item(subject=CONTROL, planned=planned, role=Role.CONTROL)
     return None

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -107,7 +107,7 @@ class HistoryWriter:
     def collectives(self, records: Iterable[Any]) -> None:
         """Record the collectives that this rank issued, in order; dataclass instances."""
         for record in records:
-            self._line({"kind": "collective", **asdict(record)})
+            self._line({"kind": "collective", **vars(record)})
 
     def close(self) -> None:
         """Write the tensors. Blocks until they are in the page cache."""

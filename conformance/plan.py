@@ -1,10 +1,17 @@
-"""Which cases a run consists of. Data in, data out; nothing is built or run here."""
+"""Which cases a run consists of. Data in, data out; nothing is built or run here.
+
+Options are crossed in full on the plain model. Every other model takes each value of each option
+once. A variant beyond an adapter's first shares most of its code with that one: it takes the plain
+model in full, and the others for one training and one checkpoint each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import product
 
 from conformance import models
 from conformance.adapter import CAPABILITIES
@@ -14,8 +21,32 @@ from conformance.errors import unknown
 from conformance.optimizers import OPTIMIZERS
 from conformance.scenarios import SCENARIOS
 
-ACCUMULATIONS = (1, 3)
+PLAIN_MODEL = "mlp"
 STATE_KINDS = ("full", "sharded", "local")
+
+
+SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io"})
+"""Traits of models for which an unusual order of passes is another code path."""
+
+
+class Depth(Enum):
+    """How many cases each model but the plain one takes."""
+
+    FULL = "all combinations of options"
+    WIDE = "each value of each option once"
+    NARROW = "one training and one checkpoint"
+
+
+TRAININGS: Mapping[Depth, tuple[tuple[str, int], ...]] = {
+    Depth.FULL: tuple(product(OPTIMIZERS, (1, 3))),
+    Depth.WIDE: (("sgd", 1), ("adamw", 3)),
+    Depth.NARROW: (("adamw", 3),),
+}
+CHECKPOINTS: Mapping[Depth, tuple[tuple[str, str], ...]] = {
+    Depth.FULL: tuple(product(STATE_KINDS, ("default", "explicit"))),
+    Depth.WIDE: (("full", "explicit"), ("sharded", "default"), ("local", "default")),
+    Depth.NARROW: (("sharded", "default"),),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +102,18 @@ def select_models(patterns: Sequence[str] = ()) -> list[models.ModelCase]:
 
 
 def plan(
-    capabilities: frozenset[str], checks: Sequence[Check], chosen: Sequence[models.ModelCase]
+    capabilities: frozenset[str],
+    checks: Sequence[Check],
+    chosen: Sequence[models.ModelCase],
+    *,
+    depth: Depth = Depth.WIDE,
 ) -> list[Planned]:
     """The cases that the given checks judge, for an adapter with these claims."""
     # what only asks whether ranks come to the end asks it of every case
     everywhere = bool(checks) and all(check.judge is None for check in checks)
     planned: list[Planned] = []
     for model in chosen:
-        for case in _cases(model, capabilities):
+        for case in _cases(model, capabilities, depth):
             judging = judges(case, model, checks)
             if judging or everywhere:
                 planned.append(Planned(case=case, checks=judging))
@@ -118,32 +153,34 @@ def about_claim(checks: Sequence[Check], probe: Sequence[str]) -> tuple[Check, .
     return tuple(check for check in checks if (check.needs | check.any_of) & set(probe))
 
 
-def _cases(model: models.ModelCase, capabilities: frozenset[str]) -> Iterator[Case]:
-    """All cases of one model that an adapter with these claims can be asked for."""
+def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) -> Iterator[Case]:
+    """The cases of one model that an adapter with these claims is asked for."""
+    if model.name == PLAIN_MODEL:
+        depth = Depth.FULL
     training = "unused" if "unused" in model.traits else "train"
     for scenario in SCENARIOS.values():
         if scenario.needs - capabilities:
             continue
         if scenario.name == training:
-            for optimizer in OPTIMIZERS:
-                for accumulation in ACCUMULATIONS:
-                    yield Case.of(
-                        model.name, training, optimizer=optimizer, accumulation=accumulation
-                    )
+            for optimizer, accumulation in TRAININGS[depth]:
+                yield Case.of(model.name, training, optimizer=optimizer, accumulation=accumulation)
         elif scenario.name == "checkpoint":
-            yield from _checkpoints(model, capabilities)
-        elif scenario.name not in ("train", "unused") and training == "train":
+            yield from _checkpoints(model, capabilities, depth)
+        elif scenario.name in ("train", "unused") or training == "unused":
+            continue
+        elif depth is Depth.FULL or (depth is Depth.WIDE and model.traits & SENSITIVE):
             yield Case.of(model.name, scenario.name)
 
 
-def _checkpoints(model: models.ModelCase, capabilities: frozenset[str]) -> Iterator[Case]:
+def _checkpoints(
+    model: models.ModelCase, capabilities: frozenset[str], depth: Depth
+) -> Iterator[Case]:
     if "unused" in model.traits and "unused_parameters" not in capabilities:
         return
-    for kind in STATE_KINDS:
+    for kind, options in CHECKPOINTS[depth]:
         if {f"model_state.{kind}", f"optim_state.{kind}"} <= capabilities:
-            for options in ("default", "explicit"):
-                yield Case.of(model.name, "checkpoint", kind=kind, options=options)
-    if "save" in capabilities:
+            yield Case.of(model.name, "checkpoint", kind=kind, options=options)
+    if "save" in capabilities and depth is not Depth.NARROW:
         yield Case.of(model.name, "checkpoint", kind="save")
 
 

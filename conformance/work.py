@@ -18,6 +18,7 @@ from conformance.globs import matches
 from conformance.item import Item
 from conformance.models import cases
 from conformance.plan import (
+    Depth,
     Planned,
     about_claim,
     judges,
@@ -75,28 +76,36 @@ def work_of(selection: Selection) -> Work:
     Raises:
         UsageError: a name or pattern that leads to nothing.
     """
+    names = list(dict.fromkeys(selection.adapters))
     subjects = [
-        (subject, make_adapter(subject.adapter, subject.variant)[0])
-        for name in dict.fromkeys(selection.adapters)
-        for subject in variants_of(name, selection.variant)
+        [
+            (subject, make_adapter(subject.adapter, subject.variant)[0])
+            for subject in variants_of(name, selection.variant)
+        ]
+        for name in names
     ]
     checks = select_checks(selection.profiles, selection.checks)
     chosen = select_models(selection.models)
     judged: list[Item] = []
-    for subject, adapter in subjects:
-        cases_of = plan(adapter.capabilities, checks, chosen)
-        probes = plan_probes(adapter.capabilities, checks, chosen)
-        judged += [Item(subject=subject, planned=planned) for planned in cases_of]
-        judged += [Item(subject=subject, planned=p, role=Role.PROBE) for p in probes]
+    for variants in subjects:
+        for index, (subject, adapter) in enumerate(variants):
+            first = index == 0 or selection.variant is not None
+            depth = Depth.WIDE if first else Depth.NARROW
+            cases_of = plan(adapter.capabilities, checks, chosen, depth=depth)
+            judged += [Item(subject=subject, planned=planned) for planned in cases_of]
+            if index == 0:
+                probes = plan_probes(adapter.capabilities, checks, chosen)
+                judged += [Item(subject=subject, planned=p, role=Role.PROBE) for p in probes]
     if not any(item.role is Role.JUDGED for item in judged):
         raise UsageError("nothing to run: no selected check judges a selected model of the adapter")
     control: list[Item] = []
-    if any(subject != CONTROL for subject, _ in subjects):
+    if any(name != CONTROL.adapter for name in names):
         control = [
             Item(subject=CONTROL, planned=planned, role=Role.CONTROL)
             for planned in control_cases(checks, chosen)
         ]
-    return Work(subjects=tuple(subjects), checks=tuple(checks), items=(*control, *judged))
+    every = tuple(pair for variants in subjects for pair in variants)
+    return Work(subjects=every, checks=tuple(checks), items=(*control, *judged))
 
 
 def variants_of(adapter: str, pattern: str | None) -> list[Subject]:

@@ -19,11 +19,13 @@ from typing_extensions import deprecated
 
 from fsdp.api import (
     AllGather,
+    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ReduceScatter,
 )
+from fsdp.comms import GroupAllocatedAllGather, GroupAllocatedReduceScatter
 from fsdp.dtensor import (
     DTensorExposure,
     ShardPlacementFnResult,
@@ -148,11 +150,15 @@ def fully_shard(  # noqa: PLR0913 - torch's interface
         mp_policy=mp_policy,
         offload_policy=offload_policy,
     )
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
     placements = _by_mesh(params, shard_placement_fn, info)
     owners = dict(zip(params, find_owners(params, modules), strict=True))
     for mesh_info, members in placements:
         group = FSDPParamGroup(
-            [shard_parameter(p, owners[p], mesh_info, placement) for p, placement in members],
+            [
+                shard_parameter(p, owners[p], mesh_info, placement, offload=offload)
+                for p, placement in members
+            ],
             modules,
             mesh_info,
             after if mesh_info is info else _after_forward(reshard_after_forward, mesh_info),
@@ -426,6 +432,38 @@ class FSDPModule:
         for group in self._groups():
             group.force_sum_reduction = enable
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
+        """Take the buffers of this module's collectives from the process group's allocator.
+
+        Raises:
+            AssertionError: a custom collective is set, which allocates for itself.
+        """
+        for group in self._groups():
+            _check_no_custom_comm(group, "set_allocate_memory_from_process_group_for_comm")
+            shard_group = group.mesh_info.shard_group
+            if shard_group is None or not enable:
+                group.all_gather_comm = group.reduce_scatter_comm = None
+                continue
+            group.all_gather_comm = GroupAllocatedAllGather(shard_group)
+            group.reduce_scatter_comm = GroupAllocatedReduceScatter(
+                group.reduce_scatter_group or shard_group
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse: symmetric memory is not supported.
+
+        Raises:
+            AssertionError: a custom collective is set.
+            NotImplementedError: always, otherwise.
+        """
+        for group in self._groups():
+            _check_no_custom_comm(group, "set_symm_mem_for_comm")
+        raise NotImplementedError(
+            f"symmetric memory ({backend}) is not supported; "
+            "set_allocate_memory_from_process_group_for_comm(True) or a custom collective "
+            "(set_custom_all_gather) can take buffers from another allocator"
+        )
+
     def set_reduce_scatter_unused_params(
         self,
         reduce_scatter_unused_params: bool,  # noqa: FBT001
@@ -504,6 +542,15 @@ class _PendingUnshard(UnshardHandle):
         groups, self._groups = self._groups, []
         for group in groups:
             group.wait_for_unshard()
+
+
+def _check_no_custom_comm(group: FSDPParamGroup, method: str) -> None:
+    own = (GroupAllocatedAllGather, GroupAllocatedReduceScatter)
+    for comm in (group.all_gather_comm, group.reduce_scatter_comm):
+        if comm is not None and not isinstance(comm, own):
+            raise AssertionError(
+                f"cannot call {method}() when a collective is custom: {type(comm).__name__}"
+            )
 
 
 def _states_of(modules: Iterable[Any]) -> list[FSDPState]:

@@ -77,8 +77,10 @@ def shard_parameter(
     owners: ParamModuleInfo,
     info: DataParallelMeshInfo,
     placement: Shard,
+    *,
+    offload: bool = False,
 ) -> FSDPParam:
-    """Replace ``original`` on its owners by this rank's part of it.
+    """Replace ``original`` on its owners by this rank's part of it, on the CPU if ``offload``.
 
     *Memory*: one padded piece. *Collective*: no.
 
@@ -110,6 +112,9 @@ def shard_parameter(
     local = whole.narrow(dim, piece.start, piece.stop - piece.start).clone(
         memory_format=torch.contiguous_format
     )
+    if offload and local.device.type != "meta":
+        # Before it is wrapped: a DTensor reports the device it was made with.
+        local = local.cpu()
     sharded = nn.Parameter(
         dtensor_of(local, spec, requires_grad=False), requires_grad=original.requires_grad
     )
@@ -343,7 +348,7 @@ class DTensorExposure:
         for param, piece in zip(params, pieces, strict=True):
             sharded = param.sharded
             present = sharded.grad
-            if sharded._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            if sharded._post_accumulate_grad_hooks:
                 hooked.append(sharded)
             if present is None:
                 sharded.grad = dtensor_of(piece, param.spec, requires_grad=False)

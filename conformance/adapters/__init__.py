@@ -9,7 +9,7 @@ from conformance.adapter import CAPABILITIES, Adapter
 from conformance.errors import UsageError, unknown
 
 BUILT_IN: Mapping[str, str] = {
-    "torch.DistributedDataParallel": "conformance.adapters.torch_ddp:DistributedDataParallelAdapter",
+    "torch.DistributedDataParallel": "conformance.adapters.torch_ddp:DataParallelAdapter",
     "torch.ZeroRedundancyOptimizer": "conformance.adapters.torch_zero:ZeroRedundancyAdapter",
     "torch.FullyShardedDataParallel": "conformance.adapters.torch_fsdp1:FullyShardedAdapter",
     "torch.fully_shard": "conformance.adapters.torch_fsdp2:FullyShardAdapter",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as read_into
+from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.optim import Optimizer
 
 from conformance.adapter import Adapter, StateKind, Wrapped
@@ -32,13 +33,13 @@ class CheckpointDirectory(Adapter):
     def save(self, w: Wrapped, directory: Path) -> None:
         """Sharded state of both, written by all ranks."""
         model, optimizer = get_state_dict(w.module, w.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+        write({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
 
     def load(self, w: Wrapped, directory: Path) -> None:
         """Read into the fresh pair's own state, then set that."""
         model, optimizer = get_state_dict(w.module, w.optimizer)
         content: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        dcp.load(content, checkpoint_id=directory)
+        read_into(content, checkpoint_id=directory)
         set_state_dict(
             w.module,
             w.optimizer,

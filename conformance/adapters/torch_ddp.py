@@ -46,7 +46,7 @@ class ReplicatedAdapter(Adapter):
         return context
 
 
-class DistributedDataParallelAdapter(ReplicatedAdapter):
+class DataParallelAdapter(ReplicatedAdapter):
     """Replicates the model; every rank has the whole optimizer."""
 
     name: ClassVar[str] = "torch.DistributedDataParallel"

@@ -120,9 +120,7 @@ def combined(parts: list[float], p: float) -> float:
     return float(sum(part**p for part in parts) ** (1 / p))
 
 
-@check(
-    "clip.gradients", profile="core", needs=GRADIENTS | {"clip.gradients"}, any_of=CLIPS
-)
+@check("clip.gradients", profile="core", needs=GRADIENTS | {"clip.gradients"}, any_of=CLIPS)
 def clip_gradients(evidence: Evidence, ledger: Ledger) -> None:
     """After clipping every gradient is the oracle's clipped gradient."""
     norms = {seen.where["step"]: seen for seen in evidence.expected("grad_norm") if bites(seen)}

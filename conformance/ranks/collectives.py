@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.ranks.modules import ModuleTracker, in_backward
@@ -31,6 +31,13 @@ StreamEnd = tuple[int, int, tuple[int, ...]]
 """How many collectives were entered, a checksum over their signatures, and the member ranks."""
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+
+_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+
+
+def _handles_itself(kind: type) -> bool:
+    """Whether a tensor class handles operators itself; fake tensors leave that to their mode."""
+    return kind not in _PLAIN and not kind.__module__.startswith("torch._subclasses")
 
 
 class CollectiveRecorder(TorchDispatchMode):
@@ -112,7 +119,9 @@ class CollectiveRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "namespace", None) not in _NAMESPACES:
-            return func(*args, **kwargs)
+            # a tensor subclass (a DTensor) issues collectives while it handles an operator; called
+            # from here it would issue them with this mode switched off
+            return NotImplemented if any(map(_handles_itself, types)) else func(*args, **kwargs)
         calls = parse(func, args, kwargs, first_group=self._first_group)
         indices = [self._enter(call) for call in calls]
         try:

@@ -44,6 +44,7 @@ _OWNERS: Mapping[str, Any] = {
 }
 """Modules and classes whose functions tests and wrappers are known to patch."""
 
+_OPTIMIZERS = tuple(name for name in _OWNERS if name.startswith("torch.optim."))
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())
 _MISSING = object()
 _CODE = (
@@ -85,6 +86,8 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         state["current stream"] = torch.accelerator.current_stream()
     for name, owner in _OWNERS.items():
         state[name] = dict(vars(owner))
+    for name in _OPTIMIZERS:  # some inherit the `step` that their first instance wraps
+        state[name]["step"] = _OWNERS[name].step
     state["os.environ"] = {k: v for k, v in os.environ.items() if k not in IGNORED_ENVIRONMENT}
     return state
 

@@ -43,7 +43,7 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
     channel = socket.socket(fileno=channel_fd)
     server = _Server(channel, exits_fd)
     try:
-        _import_all(["torch", "torch.distributed", "conformance.ranks.worker", *preload])
+        _import_all([*preload, "conformance.ranks.worker"])
         gc.collect()
         gc.freeze()  # the ranks' collections then neither visit nor copy what is shared
         send(channel, pickle.dumps({"number": 0}))

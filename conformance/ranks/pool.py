@@ -195,8 +195,7 @@ class RankPool:
         port = _free_port()
         ranks: list[RankProcess] = []
         try:
-            for rank in range(self.world):
-                ranks.append(server.fork(self._setup(rank, directory, port)))
+            ranks.extend(server.fork(self._setup(r, directory, port)) for r in range(self.world))
         except BaseException:
             for started in ranks:
                 started.close()  # an idle rank leaves when its channel is closed

@@ -122,12 +122,15 @@ class ForkServer:
         Raises:
             RuntimeError: a module cannot be imported, or the forkserver is gone or silent.
         """
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs:
+        with self._lock:
             self._wait_ready()
-            pid = self._ask({"kind": "fork", "setup": setup}, [theirs.fileno()])["pid"]
-            self._read_exits()
-            self._statuses.pop(pid, None)  # of an earlier process with the same id
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    pid = self._fork(setup, theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
         return RankProcess(setup=setup, pid=pid, channel=ours)
 
     def signal(self, ranks: Sequence[RankProcess], number: int, *, group: bool) -> None:
@@ -182,6 +185,12 @@ class ForkServer:
             if "error" in answer:
                 raise RuntimeError(f"the forkserver of the ranks failed: {answer['error']}")
             self._ready = True
+
+    def _fork(self, setup: RankSetup, channel: int) -> int:
+        pid: int = self._ask({"kind": "fork", "setup": setup}, [channel])["pid"]
+        self._read_exits()
+        self._statuses.pop(pid, None)  # of an earlier process with the same id
+        return pid
 
     def _read_exits(self) -> None:
         with contextlib.suppress(BlockingIOError):

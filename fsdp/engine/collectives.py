@@ -120,9 +120,9 @@ class GatherPlan:
         """
         if self.group is None:
             return Gathering(self, recast(shard) if recast else shard, None, sided=False)
-        copying = streams.copy_in if sided else streams.current()
-        gathering = streams.gather if sided else copying
-        with streams.on(copying):
+        stream = streams.gather if sided else streams.current()
+        late = async_op or streams.blocks_host
+        with streams.on(stream):
             gathered = self._allocate(comm)
             if recast is not None:
                 shard = recast(shard)
@@ -130,17 +130,13 @@ class GatherPlan:
                 own = gathered.narrow(0, self._own, self.layout.shard_numel)
                 own.copy_(shard, non_blocking=True)
                 shard = own
-        if sided:
-            streams.wait_stream(gathering, copying)
-        late = async_op or streams.blocks_host
-        with streams.on(gathering):
             if comm is None:
                 work = all_gather(gathered, shard, self.group, async_op=late)
             else:
                 work = comm(
                     output_tensor=gathered, input_tensor=shard, group=self.group, async_op=late
                 )
-            event = None if late else streams.record(gathering)
+            event = None if late else streams.record(stream)
         return Gathering(self, gathered, Done(streams, work if late else None, event), sided=sided)
 
     def _allocate(self, comm: AllGather | None) -> torch.Tensor:
@@ -165,18 +161,24 @@ class GatherPlan:
             self.buffer.allocate()
             self.buffer.data.copy_(gathering.gathered, non_blocking=True)
             return
-        if self.in_place:
-            return
+        if not self.in_place:
+            self.copy_out(gathering.gathered.view(self.layout.world, -1))
+
+    def copy_out(self, gathered: torch.Tensor) -> None:
+        """Copy gathered shards (W, S) into the whole parameters, whose memory is allocated."""
+        if not self.layout.total_numel:
+            return  # a group whose parameters all see to themselves
         self.buffer.allocate()
         world = self.layout.world
+        if self.in_place:
+            self.buffer.data.view(world, -1).copy_(gathered)
+            return
         outs = self._blocks
         if self._restaged:
             outs = list(outs)
             for index, _, _, _ in self._restaged:
                 outs[index] = torch.empty_like(outs[index])
-        torch.split_with_sizes_copy(
-            gathering.gathered.view(world, -1), self._widths, dim=1, out=outs
-        )
+        torch.split_with_sizes_copy(gathered, self._widths, dim=1, out=outs)
         for index, _, outer, rows_inner in self._restaged:
             # (W, outer, c * inner) to (outer, W, c * inner): the rows of a dim other than 0
             ranks = outs[index].view(world, outer, rows_inner).transpose(0, 1)

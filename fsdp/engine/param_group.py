@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp.api import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from fsdp.engine.collectives import Gathering, GatherPlan, ReducePlan, WholeBuffer, param_view
+from fsdp.engine.extension import ExtendedGathering, ExtendedParams, extends
 from fsdp.engine.gradient import (
     Division,
     ReduceSettings,
@@ -30,6 +31,7 @@ from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import SHARDED_STATE_CHANGES, Exposure, FSDPParam, ShardedState
 from fsdp.engine.schedule import FSDPCommContext
 from fsdp.engine.state import TrainingState, check_change
+from fsdp.engine.trace import trace
 
 LayOut = Callable[..., Layout]
 
@@ -94,9 +96,11 @@ class FSDPParamGroup:
         self.reduce_scatter_group: dist.ProcessGroup | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.all_reduce_hook_stream: Any = None
-        self.allocate_from_group = False
 
         # Made from the parameters as they are; made again when they change
+        self._flat: list[FSDPParam] = []  # those that lie in the shard
+        self._extended: ExtendedParams | None = None  # those that see to themselves
+        self._sort_params()
         self.shard_layout = self._shard_layout()
         self.shard = self._new_shard()
         self._ready = False
@@ -104,7 +108,7 @@ class FSDPParamGroup:
 
         # In flight
         self.post_forward_indices: list[int] = []
-        self._gathering: Gathering | None = None
+        self._gathering: Gathering | ExtendedGathering | None = None
         self._post_forward_shard: torch.Tensor | None = None
         self._reshard_event: Any = None
         self._partial: torch.Tensor | None = None
@@ -116,11 +120,25 @@ class FSDPParamGroup:
 
     # Layouts and memory
 
+    def _sort_params(self) -> bool:
+        """Tell plain parameters from extended ones; return whether anything has changed."""
+        extended = [p for p in self.fsdp_params if extends(self.exposure.local(p))]
+        flat = [param for param in self.fsdp_params if param not in extended]
+        if flat == self._flat:
+            return False
+        self._flat = flat
+        self._extended = (
+            ExtendedParams(extended, self.exposure, self.mesh_info, self.device, self.mp_policy)
+            if extended
+            else None
+        )
+        return True
+
     def _extents(self, dtypes: Sequence[torch.dtype]) -> tuple[list[Extent], torch.dtype]:
         """Return extents in one unit for all: elements, or bytes if ``dtypes`` differ."""
-        if len(set(dtypes)) == 1:
-            return [param.extent for param in self.fsdp_params], dtypes[0]
-        sized = zip(self.fsdp_params, dtypes, strict=True)
+        if len(set(dtypes)) <= 1:
+            return [param.extent for param in self._flat], (*dtypes, torch.float32)[0]
+        sized = zip(self._flat, dtypes, strict=True)
         return [p.extent.in_bytes(dtype.itemsize) for p, dtype in sized], torch.uint8
 
     def _make_layout(self, dtypes: Sequence[torch.dtype], world: int) -> tuple[Layout, torch.dtype]:
@@ -130,13 +148,13 @@ class FSDPParamGroup:
 
     def _shard_layout(self) -> Layout:
         layout, self._shard_dtype = self._make_layout(
-            [param.dtype for param in self.fsdp_params], self.mesh_info.shard_size
+            [param.dtype for param in self._flat], self.mesh_info.shard_size
         )
         return layout
 
     def _new_shard(self) -> torch.Tensor:
         """Return zeroed memory for this rank's shard (S,), where the parameters are now."""
-        device = self.exposure.local(self.fsdp_params[0]).device
+        device = self.exposure.local((self._flat or self.fsdp_params)[0]).device
         if self.offload and device.type != "meta":
             device = torch.device("cpu")
         pin = self.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
@@ -146,7 +164,7 @@ class FSDPParamGroup:
 
     def _piece_views(self, buffer: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:
         views = []
-        for index, param in enumerate(self.fsdp_params):
+        for index, param in enumerate(self._flat):
             piece = layout.piece(index, rank)
             rows = piece.stop - piece.start
             views.append(param_view(buffer, piece.offset, param, param.dtype, rows))
@@ -156,7 +174,7 @@ class FSDPParamGroup:
         """Move the local tensors of the sharded parameters into the shard."""
         views = self._piece_views(self.shard, self.shard_layout, self.mesh_info.shard_rank)
         with torch.no_grad():
-            for param, view in zip(self.fsdp_params, views, strict=True):
+            for param, view in zip(self._flat, views, strict=True):
                 local = self.exposure.local(param)
                 if local.device.type != "meta" and view.device.type != "meta":
                     view.copy_(local)
@@ -169,8 +187,13 @@ class FSDPParamGroup:
         """
         for param in self.fsdp_params:
             self.exposure.reread(param)
+        regrouped = self._sort_params()
+        if regrouped:
+            self.shard_layout = self._shard_layout()
+            self.shard = self._new_shard()
+            self._forget_plans()
         views = self._piece_views(self.shard, self.shard_layout, self.mesh_info.shard_rank)
-        locals_ = [self.exposure.local(param) for param in self.fsdp_params]
+        locals_ = [self.exposure.local(param) for param in self._flat]
         if all(map(_same_memory, locals_, views)):
             return
         changed = any(
@@ -178,7 +201,7 @@ class FSDPParamGroup:
             for local, view in zip(locals_, views, strict=True)
         )
         if changed or not self._is_whole(locals_):
-            for param, local in zip(self.fsdp_params, locals_, strict=True):
+            for param, local in zip(self._flat, locals_, strict=True):
                 param.dtype = local.dtype
             if self._is_whole(locals_):
                 self.shard_layout = self._shard_layout()
@@ -191,11 +214,12 @@ class FSDPParamGroup:
 
     def _is_whole(self, locals_: Sequence[torch.Tensor]) -> bool:
         """Whether all parameters are on one device, so that a shard can hold them."""
-        return len({local.device for local in locals_}) == 1
+        return len({local.device for local in locals_}) <= 1
 
     def _forget_plans(self) -> None:
         for param in self.fsdp_params:
             param.unsharded = None
+        self._sent = self.shard  # what the last extended gather took from it
         self._buffer: WholeBuffer | None = None
         self._plan: GatherPlan | None = None
         self._small_plan: tuple[DataParallelMeshInfo, GatherPlan, Layout] | None = None
@@ -270,11 +294,11 @@ class FSDPParamGroup:
     def _make_plan(self) -> GatherPlan:
         """Make the whole buffer, its leaves, and the plan that fills it."""
         info = self.mesh_info
-        dtypes = [param.compute_dtype for param in self.fsdp_params]
+        dtypes = [param.compute_dtype for param in self._flat]
         layout, unit = self._make_layout(dtypes, info.shard_size)
         with torch.inference_mode(False), torch.no_grad():
             buffer = WholeBuffer(layout.total_numel, unit, self.device)
-            for param, start in zip(self.fsdp_params, layout.unsharded_offsets, strict=True):
+            for param, start in zip(self._flat, layout.unsharded_offsets, strict=True):
                 whole = param_view(buffer.data, start, param, param.compute_dtype)
                 # ``.data`` has a version counter of its own: refilling the buffer leaves the
                 # counters alone that autograd compares with those of saved tensors.
@@ -302,7 +326,7 @@ class FSDPParamGroup:
         assert self._plan is not None
         layout, rank = self._plan.layout, self.mesh_info.shard_rank
         recast = torch.zeros(layout.shard_numel, dtype=torch.uint8, device=self.device)
-        for index, param in enumerate(self.fsdp_params):
+        for index, param in enumerate(self._flat):
             piece = layout.piece(index, rank)
             rows = piece.stop - piece.start
             target = param_view(recast, piece.offset, param, param.compute_dtype, rows)
@@ -336,9 +360,11 @@ class FSDPParamGroup:
             assert self._post_forward_shard is not None
             plan, shard, recast = self._small_plan[1], self._post_forward_shard, None
             streams = comm.streams
-            streams.wait(streams.copy_in, self._reshard_event)
             streams.wait(streams.gather, self._reshard_event)
         sided = not async_op and phase in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+        if self._extended is not None:
+            self._start_extended(shard, async_op=async_op)
+            return
         comm.reclaim(plan.buffer)
         with torch.no_grad():
             self._gathering = plan.start(
@@ -349,6 +375,24 @@ class FSDPParamGroup:
                 comm=self.all_gather_comm,
                 recast=recast,
             )
+
+    def _start_extended(self, shard: torch.Tensor, *, async_op: bool) -> None:
+        assert self._extended is not None
+        assert self._plan is not None
+        with torch.no_grad():
+            if self._recast is not None:
+                shard = self._recast(shard)
+            self._sent = shard.to(device=self.device, dtype=self._plan.buffer.data.dtype)
+            streams = self._comm().streams
+            self._gathering = self._extended.start(self._sent, streams, async_op=async_op)
+
+    def _finish_extended(self, gathering: ExtendedGathering) -> None:
+        plan = self._plan
+        assert self._extended is not None
+        assert plan is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._extended.finish(gathering, self._sent, plan.copy_out)
+        self._sent = self.shard
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather, copy it out, and register the whole parameters.
@@ -362,9 +406,12 @@ class FSDPParamGroup:
         forward = self._training_state is TrainingState.FORWARD
         if forward:
             comm.before_copy_out()
-        with torch.no_grad():
-            gathering.plan.finish(gathering)
-        comm.after_copy_out(gathering, overlap=forward and gathering.sided)
+        if isinstance(gathering, ExtendedGathering):
+            self._finish_extended(gathering)
+        else:
+            with torch.no_grad():
+                gathering.plan.finish(gathering)
+            comm.after_copy_out(gathering, overlap=forward and gathering.sided)
         self._gathering = None
         self._post_forward_shard = None
         self._enter_sharded(ShardedState.UNSHARDED)
@@ -389,6 +436,8 @@ class FSDPParamGroup:
         if gathering.done is not None:
             gathering.done.wait()
         self._gathering = None
+        if isinstance(gathering, ExtendedGathering):
+            return
         if gathering.plan.in_place and self._sharded_state is not ShardedState.UNSHARDED:
             self._comm().free(gathering.plan.buffer, gathered_in_place=True)
 
@@ -419,6 +468,10 @@ class FSDPParamGroup:
 
     def _free_whole(self) -> None:
         assert self._plan is not None
+        if self._extended is not None:
+            self._extended.free()
+            self._plan.buffer.free()
+            return
         in_place = self._plan.in_place and self._plan.group is not None
         self._comm().free(self._plan.buffer, gathered_in_place=in_place)
 
@@ -426,6 +479,11 @@ class FSDPParamGroup:
         """Keep this rank's part over the smaller mesh ``info`` and free the rest."""
         if self._sharded_state is not ShardedState.UNSHARDED:
             return
+        if self._extended is not None:
+            raise NotImplementedError(
+                f"Resharding '{self.module_fqn}' to a smaller mesh is not supported for "
+                "parameters with all-gather extensions yet"
+            )
         plan = self._smaller_plan(info)
         layout = plan.layout
         assert self._plan is not None
@@ -504,6 +562,10 @@ class FSDPParamGroup:
 
         *Collective* over the shard group, if there are gradients and they are to be reduced.
         """
+        with trace("post_backward", self.module_fqn):
+            self._post_backward()
+
+    def _post_backward(self) -> None:
         partial_forward = len(self.modules) > 1 and self._training_state is TrainingState.FORWARD
         self.enter(TrainingState.POST_BACKWARD)
         if not self.reduce_grads:

@@ -43,7 +43,6 @@ class FSDPCommContext:
         streams = self.streams
         if event is None:
             event = streams.record()
-        streams.wait(streams.copy_in, event)
         streams.wait(streams.gather, event)
 
     def before_copy_out(self) -> None:
@@ -90,7 +89,6 @@ class FSDPCommContext:
 
     def _after(self, event: Any) -> None:
         streams = self.streams
-        streams.wait(streams.copy_in, event)
         streams.wait(streams.gather, event)
 
     def end_of_forward(self) -> None:

@@ -22,7 +22,6 @@ class Streams(Protocol):
     blocks_host: bool
     """Whether waiting for a collective stops the host, so that it pays to wait late."""
 
-    copy_in: Any
     gather: Any
     reduce: Any
     all_reduce: Any
@@ -47,7 +46,7 @@ class NullStreams:
     """Streams of a device that has none: the host runs everything in order."""
 
     blocks_host = True
-    copy_in = gather = reduce = all_reduce = None
+    gather = reduce = all_reduce = None
 
     def current(self) -> None:
         """Return the only stream there is."""
@@ -74,7 +73,6 @@ class AcceleratorStreams:
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
         self._device = device
-        self.copy_in = self._module.Stream(device, priority=_HIGH_PRIORITY)
         self.gather = self._module.Stream(device, priority=_HIGH_PRIORITY)
         self.reduce = self._module.Stream(device, priority=_HIGH_PRIORITY)
         self.all_reduce = self._module.Stream(device)

@@ -27,6 +27,7 @@ __all__ = [
     "concatenate_meshes",
     "dtensor_of",
     "graph_task",
+    "group_allocate",
     "has_replicate",
     "local_tensor",
     "make_spec",
@@ -158,6 +159,16 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], 
     """Return the user's post-accumulate-grad hooks; autograd never runs them on a sharded leaf."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
+
+
+def group_allocate(
+    group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Allocate through the backend of ``group``, which may then skip a copy; not public."""
+    backend = group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def has_replicate(module: torch.nn.Module) -> bool:

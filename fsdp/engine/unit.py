@@ -6,11 +6,9 @@ gather, reshard and reduce; how they do it is in ``param_group.py``.
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +21,8 @@ from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.schedule import FSDPCommContext
 from fsdp.engine.state import FSDPStateContext, TrainingState, check_change
 from fsdp.engine.torch_private import graph_task, queue_callback
+from fsdp.engine.trace import logger, trace
 from fsdp.engine.tree import cast_floats, grad_tensors, map_tensors, to_device
-
-logger = logging.getLogger("fsdp")
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -238,7 +235,7 @@ class FSDPState:
         for group in self.groups:
             watch = group.training_state is not TrainingState.FORWARD
             group.enter(TrainingState.FORWARD)
-            with trace("pre_forward", group):
+            with trace("pre_forward", group.module_fqn):
                 group.unshard(async_op=group.unshard_async_op)
                 group.wait_for_unshard()
             if watch and torch.is_grad_enabled():
@@ -246,7 +243,7 @@ class FSDPState:
         if first:
             for state in self.forward_prefetch:
                 for group in state.groups:
-                    with trace("forward_prefetch", group):
+                    with trace("forward_prefetch", group.module_fqn):
                         group.unshard(async_op=group.unshard_async_op, phase=TrainingState.FORWARD)
         return args, kwargs
 
@@ -312,7 +309,7 @@ class FSDPState:
     def _complete_forward(self, output: Any) -> Any:
         recomputing = graph_task() != -1
         for group in self.groups:
-            with trace("post_forward", group):
+            with trace("post_forward", group.module_fqn):
                 if not recomputing:
                     group.reshard()
                     order = self.comm().post_forward_order
@@ -375,11 +372,11 @@ class FSDPState:
             if group.training_state is TrainingState.PRE_BACKWARD:
                 continue
             group.enter(TrainingState.PRE_BACKWARD)
-            with trace("pre_backward", group):
+            with trace("pre_backward", group.module_fqn):
                 group.unshard(async_op=group.unshard_async_op)
                 group.wait_for_unshard()
             if not self.backward_prefetch:
-                self._prefetch_previous(group)
+                pass
         for state in self.backward_prefetch:
             for group in reversed(state.groups):
                 self._prefetch(group)
@@ -390,7 +387,7 @@ class FSDPState:
         return states[0] if states else self
 
     def _prefetch(self, group: FSDPParamGroup) -> None:
-        with trace("backward_prefetch", group):
+        with trace("backward_prefetch", group.module_fqn):
             group.unshard(async_op=group.unshard_async_op, phase=TrainingState.PRE_BACKWARD)
 
     def _prefetch_previous(self, group: FSDPParamGroup) -> None:
@@ -429,8 +426,7 @@ class FSDPState:
             state.to_run_forward.clear()
             for group in reversed(state.groups):
                 if group.training_state is not TrainingState.POST_BACKWARD:
-                    with trace("post_backward", group):
-                        group.post_backward()
+                    group.post_backward()
                 group.enter(TrainingState.IDLE)
             state.training_state = TrainingState.IDLE
         if context.is_last_backward:
@@ -507,18 +503,3 @@ def _description(states: list[FSDPState]) -> Iterator[str]:
                     f"'{param.fqn}' {tuple(param.shape)} {dtype} {grad} "
                     f"in group '{group.module_fqn}'"
                 )
-
-
-_NO_TRACE = nullcontext()
-
-
-def trace(event: str, group: FSDPParamGroup) -> AbstractContextManager[Any]:
-    """Name what a group does, in the debug log and in a running profile.
-
-    Naming it in the profile costs as much as the rest of a hook, so only while one runs.
-    """
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("FSDP::%s (%s)", event, group.module_fqn)
-    if not torch.autograd.profiler._is_profiler_enabled:
-        return _NO_TRACE
-    return torch.profiler.record_function(f"FSDP::{event} ({group.module_fqn})")

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.ranks import RankPool
+from conformance.session import PRELOAD
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Two kept ranks for the folder."""
-    with RankPool(world=2) as ranks:
+    """Two kept ranks for the folder; what every job imports is imported once."""
+    with RankPool(world=2, preload=PRELOAD) as ranks:
         yield ranks

@@ -97,6 +97,12 @@ def test_no_gradient_where_zero_is_declared() -> None:
     assert cause("unused.convention", story) is Cause.CONVENTION_BROKEN
 
 
+def test_a_gradient_where_zero_is_declared() -> None:
+    story = zero_declared()
+    story.instead("gradients", {"spare": torch.tensor([0.0, 0.1])}, step=0)
+    assert cause("unused.convention", story) is Cause.UNEXPECTED_GRADIENT
+
+
 def test_an_unused_parameter_that_does_not_decay_breaks_the_convention() -> None:
     story = zero_declared()
     story.instead("parameters", {"spare": story.value("parameters", step=-1)["spare"]}, step=1)
@@ -132,6 +138,20 @@ def test_a_step_that_starts_from_rank_zero_breaks_the_local_convention() -> None
     story = training()
     start = story.value("buffers", 0, step=0)["mean"]
     story.instead("buffers", {"mean": 0.9 * start + 0.1 * 3}, rank=1, step=1)
+    assert cause("buffers.convention", story) is Cause.CONVENTION_BROKEN
+
+
+def test_a_step_that_starts_from_its_own_breaks_the_rank_zero_convention() -> None:
+    story, start = training(), torch.full((3,), 0.1)
+    story.conventions = Conventions(buffers="rank0")
+    story.seen = [  # in the oracle rank 1 starts step 1 from rank 0's buffers
+        (what, where, [values[0], {"mean": 0.9 * start + 0.3}], moment)
+        if (what, dict(where)) == ("buffers", {"step": 1})
+        else (what, where, values, moment)
+        for what, where, values, moment in story.seen
+    ]
+    assert cause("buffers.convention", story) is None
+    story.instead("buffers", {"mean": 0.9 * (start + 0.1) + 0.3}, rank=1, step=1)
     assert cause("buffers.convention", story) is Cause.CONVENTION_BROKEN
 
 

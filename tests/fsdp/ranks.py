@@ -9,14 +9,19 @@ from conformance.ranks import Job, RankVerdict, shared_pool
 
 
 def on_ranks(
-    function: Callable[..., Any], world: int, *, fresh: bool = False, **kwargs: Any
+    function: Callable[..., Any],
+    world: int,
+    *,
+    fresh: bool = False,
+    device: str = "cpu",
+    **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """What ``function(context, **kwargs)`` returned on each rank of ``world`` CPU ranks.
+    """What ``function(context, **kwargs)`` returned on each rank of ``world`` ranks.
 
     Jobs that make meshes of several dims need ``fresh`` ranks: DTensor's caches remember an equal
     mesh of an earlier job, whose groups are gone.
     """
-    pool = shared_pool(world, preload=("tests.fsdp.preload",))
+    pool = shared_pool(world, device, preload=("tests.fsdp.preload",))
     outcome = pool.run(Job.of(function, **kwargs), fresh=fresh)
     details = [r.traceback[-1500:] for r in outcome.reports[:1] if r is not None]
     assert outcome.verdict is RankVerdict.OK, "\n".join([outcome.sentence, *details])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from fsdp import fully_shard, register_fsdp_forward_method
 from fsdp.engine.param import ShardedState
 from fsdp.engine.param_group import FSDPParamGroup
 from tests.fsdp.plain import DIM, batch, build, loss_of
-from tests.fsdp.ranks import agreed
+from tests.fsdp.ranks import agreed, on_ranks
 from tests.fsdp.test_training import shard_blocks
 
 
@@ -83,7 +85,7 @@ def test_two_forwards_repeat_the_forward_order() -> None:
     assert unshards == [e for e in BACKWARD if e.startswith("unshard")] * 2
 
 
-def _keep_order(context: RankContext, manual: bool) -> list[list[str]]:
+def _keep_order(context: RankContext, *, manual: bool) -> list[list[str]]:
     model = shard_blocks(build(blocks=3), reshard_after_forward=False)
     with Events() as events:
         loss = loss_of(model, batch(0, context.rank))
@@ -96,7 +98,7 @@ def _keep_order(context: RankContext, manual: bool) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["kept", "resharded_by_hand"])
-def test_kept_parameters_are_not_gathered_in_backward(manual: bool) -> None:
+def test_kept_parameters_are_not_gathered_in_backward(*, manual: bool) -> None:
     wanted = ["unshard", "unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
     assert agreed(_keep_order, 2, manual=manual) == (wanted if manual else [])
 
@@ -131,7 +133,7 @@ def test_explicit_backward_prefetch_replaces_the_default() -> None:
     ]
 
 
-def _counts(context: RankContext, reshard: bool | None) -> dict[str, list[int]]:
+def _counts(context: RankContext, *, reshard: bool | None) -> dict[str, list[int]]:
     model = shard_blocks(build(blocks=3), reshard_after_forward=reshard)
     loss_of(model, batch(0, context.rank)).backward()
     records = context.recorder.records
@@ -148,7 +150,7 @@ def _counts(context: RankContext, reshard: bool | None) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(("reshard", "backward"), [(None, 3), (True, 4), (False, 0)])
 def test_one_gather_per_unit_and_pass_and_one_scatter_per_unit(
-    reshard: bool | None, backward: int
+    *, reshard: bool | None, backward: int
 ) -> None:
     counts = agreed(_counts, 2, reshard=reshard)
     assert counts == {"all_gather": [4, backward], "reduce_scatter": [0, 4]}
@@ -202,7 +204,7 @@ def test_the_registered_parameters_follow_the_pass() -> None:
     ]
 
 
-def _unshard_by_hand(context: RankContext, async_op: bool) -> list[Any]:
+def _unshard_by_hand(context: RankContext, *, async_op: bool) -> list[Any]:
     model = shard_blocks(build())
     block = model.blocks[0]
     handle = block.unshard(async_op=async_op)  # before lazy initialisation
@@ -335,3 +337,93 @@ def _separate_group(context: RankContext) -> list[bool]:
 
 def test_reduce_scatters_may_have_a_group_of_their_own() -> None:
     assert agreed(_separate_group, 2) == [True, True, True]
+
+
+class InPlace(nn.Module):
+    """Its unit changes its own input, and returns a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(DIM, DIM))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.inp(x))
+
+
+def _in_place(context: RankContext) -> None:
+    model, plain = shard_blocks(build(InPlace)), build(InPlace)
+    loss_of(model, batch(0, context.rank)).backward()
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_unit_may_change_its_input_in_place() -> None:
+    on_ranks(_in_place, 2)
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).view(-1)
+
+
+def _warns(context: RankContext) -> list[str]:
+    model = fully_shard(build(Flat))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(batch(0, context.rank)).sum().backward()
+    return [str(w.message)[:47] for w in caught if "view tensor" in str(w.message)]
+
+
+def test_an_output_that_is_a_view_is_warned_of() -> None:
+    assert agreed(_warns, 2) == ["FSDP2-wrapped module (FSDPFlat) returned a view"]
+
+
+def _logged(context: RankContext) -> list[str]:
+    model = shard_blocks(build(blocks=1))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        loss_of(model, batch(0, context.rank)).backward()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return lines
+
+
+def test_the_debug_log_tells_the_pass() -> None:
+    assert agreed(_logged, 2) == [
+        "FSDP::root_pre_forward",
+        "FSDP::pre_forward ()",
+        "FSDP::pre_forward (blocks.0)",
+        "FSDP::post_forward (blocks.0)",
+        "FSDP::post_forward ()",
+        "FSDP::pre_backward ()",
+        "FSDP::backward_prefetch (blocks.0)",
+        "FSDP::pre_backward (blocks.0)",
+        "FSDP::post_backward (blocks.0)",
+        "FSDP::root_post_backward",
+        "FSDP::post_backward ()",
+    ]
+
+
+def _profiled(context: RankContext) -> list[str]:
+    model = shard_blocks(build(blocks=1))
+    with torch.profiler.profile() as profile:
+        loss_of(model, batch(0, context.rank)).backward()
+    return sorted({event.key for event in profile.key_averages() if "FSDP::" in event.key})
+
+
+def test_a_profile_names_the_groups() -> None:
+    names = agreed(_profiled, 2)
+    assert "FSDP::pre_forward (blocks.0)" in names

@@ -224,7 +224,7 @@ def test_a_parameter_replaced_before_the_first_forward_is_used() -> None:
     on_ranks(_replace, 2)
 
 
-def _to_float64(context: RankContext, trained: bool) -> str:
+def _to_float64(context: RankContext, *, trained: bool) -> str:
     model, plain = shard_blocks(build()), build()
     if trained:
         train_sharded(model, context.rank, steps=1)
@@ -242,7 +242,7 @@ def _to_float64(context: RankContext, trained: bool) -> str:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_cast_after_sharding_changes_the_compute_dtype(trained: bool) -> None:
+def test_a_cast_after_sharding_changes_the_compute_dtype(*, trained: bool) -> None:
     assert agreed(_to_float64, 2, trained=trained) == "torch.float64"
 
 
@@ -289,7 +289,7 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("on purpose")
 
 
-def _recovers(context: RankContext, where: str, reset: bool) -> bool:
+def _recovers(context: RankContext, *, where: str, reset: bool) -> bool:
     model, plain = shard_blocks(build(Fragile)), build(Fragile)
     train_sharded(model, context.rank, steps=1)
     train_plain(plain, context.world_size, steps=1)
@@ -313,7 +313,7 @@ def _recovers(context: RankContext, where: str, reset: bool) -> bool:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "by_reset"])
-def test_an_exception_leaves_a_usable_model(where: str, reset: bool) -> None:
+def test_an_exception_leaves_a_usable_model(*, where: str, reset: bool) -> None:
     on_ranks(_recovers, 2, where=where, reset=reset)
 
 
@@ -342,7 +342,7 @@ class Inner(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
-def _recompute(context: RankContext, where: str, reentrant: bool) -> None:
+def _recompute(context: RankContext, *, where: str, reentrant: bool) -> None:
     def make() -> nn.Module:
         model = build(Remembering if where == "outside" else Stack)
         model.reentrant = reentrant
@@ -360,7 +360,7 @@ def _recompute(context: RankContext, where: str, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(where: str, reentrant: bool) -> None:
+def test_activation_checkpointing(*, where: str, reentrant: bool) -> None:
     on_ranks(_recompute, 2, where=where, reentrant=reentrant)
 
 
@@ -386,7 +386,7 @@ def _hooks(context: RankContext) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
     compare(model, plain)
-    return sorted(set(calls.values())) + [len(calls)]
+    return [*sorted(set(calls.values())), len(calls)]
 
 
 def test_an_optimizer_may_run_inside_backward() -> None:
@@ -521,15 +521,12 @@ def _gradient_inside_forward(context: RankContext) -> None:
     torch.manual_seed(7)
     plain = Penalty()
     loss_of(model, batch(0, context.rank)).backward()
+    total = [torch.zeros_like(p) for p in plain.parameters()]
     for rank in range(context.world_size):
-        for param in plain.parameters():
-            param.grad = None
+        plain.zero_grad()
         loss_of(plain, batch(0, rank)).backward()
-        total = (
-            [p.grad / 2 for p in plain.parameters()]
-            if rank == 0
-            else [t + p.grad / 2 for t, p in zip(total, plain.parameters(), strict=True)]
-        )
+        for sum_, param in zip(total, plain.parameters(), strict=True):
+            sum_ += param.grad / context.world_size
     for got, want in zip(model.parameters(), total, strict=True):
         torch.testing.assert_close(whole(got.grad), want, rtol=1e-5, atol=1e-6)
 

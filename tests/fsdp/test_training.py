@@ -108,7 +108,7 @@ def test_an_integer_reshards_to_a_smaller_mesh_after_forward() -> None:
         assert value == [[rows, DIM], [[0, 1, 2, 3]], True]
 
 
-def _hybrid(context: RankContext, skip_all_reduce: bool) -> int:
+def _hybrid(context: RankContext, *, skip_all_reduce: bool) -> int:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard_blocks(build(), mesh=mesh)
 
@@ -125,12 +125,12 @@ def _hybrid(context: RankContext, skip_all_reduce: bool) -> int:
 
 
 @pytest.mark.parametrize("skip_all_reduce", [False, True])
-def test_hybrid_sharding_reduces_over_shards_and_replicas(skip_all_reduce: bool) -> None:
+def test_hybrid_sharding_reduces_over_shards_and_replicas(*, skip_all_reduce: bool) -> None:
     # One all-reduce for each of three groups and three steps, skipped or not.
     assert on_ranks(_hybrid, 4, fresh=True, skip_all_reduce=skip_all_reduce) == (9, 9, 9, 9)
 
 
-def _accumulate(context: RankContext, keep: bool) -> list[int]:
+def _accumulate(context: RankContext, *, keep: bool) -> list[int]:
     model = shard_blocks(build())
 
     def before(module: nn.Module, part: int) -> None:
@@ -147,7 +147,7 @@ def _accumulate(context: RankContext, keep: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep_after_backward"])
-def test_accumulation_without_sync_reduces_once(keep: bool) -> None:
+def test_accumulation_without_sync_reduces_once(*, keep: bool) -> None:
     scatters, gathers = on_ranks(_accumulate, 2, keep=keep)[0]
     assert scatters == 3 * 3
     # Per step, the first micro-batch gathers 3 + 2 times. With kept parameters the later ones find
@@ -393,7 +393,7 @@ def test_unsynchronised_gradients_accumulate_in_the_reduce_dtype() -> None:
     assert on_ranks(_accumulates_in_float32, 2) == (516.0, 516.0)
 
 
-def _factor(context: RankContext, factor: float, force_sum: bool) -> None:
+def _factor(context: RankContext, *, factor: float, force_sum: bool) -> None:
     model = shard_blocks(build())
     for unit in (model, *model.blocks):
         unit.set_gradient_divide_factor(factor)
@@ -409,7 +409,9 @@ def _factor(context: RankContext, factor: float, force_sum: bool) -> None:
 @pytest.mark.parametrize("factor", [1.0, 2.0, 5.0])
 @pytest.mark.parametrize("force_sum", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_are_the_sum_over_the_factor(world: int, factor: float, force_sum: bool) -> None:
+def test_gradients_are_the_sum_over_the_factor(
+    *, world: int, factor: float, force_sum: bool
+) -> None:
     on_ranks(_factor, world, factor=factor, force_sum=force_sum)
 
 
@@ -428,7 +430,7 @@ class Pair(nn.Module):
         return self.head(x) if self.use_head else x
 
 
-def _grouped(context: RankContext, use_head: bool) -> int:
+def _grouped(context: RankContext, *, use_head: bool) -> int:
     model, plain = build(Pair), build(Pair)
     model.use_head = plain.use_head = use_head
     fully_shard(model.body)
@@ -441,7 +443,7 @@ def _grouped(context: RankContext, use_head: bool) -> int:
 
 
 @pytest.mark.parametrize("use_head", [True, False], ids=["all_members", "one_member"])
-def test_a_list_of_modules_is_one_group(use_head: bool) -> None:
+def test_a_list_of_modules_is_one_group(*, use_head: bool) -> None:
     assert on_ranks(_grouped, 2, use_head=use_head) == (1, 1)
 
 

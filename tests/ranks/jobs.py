@@ -49,10 +49,6 @@ def describe(context: RankContext) -> dict[str, Any]:
     }
 
 
-def read_environment(context: RankContext, *, name: str) -> str | None:
-    return os.environ.get(name)
-
-
 def draw(context: RankContext) -> list[float]:
     return [torch.rand(()).item(), random.random()]
 

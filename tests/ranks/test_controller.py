@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from conformance.ranks import Job, RankPool, RankVerdict
+from conformance.ranks import Job, RankContext, RankPool, RankVerdict
 from tests.ranks import jobs
 
 CONTROLLER = """
@@ -61,10 +62,7 @@ def wait_until_dead(pids: list[int], timeout: float) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_rank_outlives_a_controller_that_is_killed(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_no_rank_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "pids"
     root = Path(__file__).parents[2]
     controller = subprocess.Popen(
@@ -76,7 +74,7 @@ def test_no_rank_outlives_a_controller_that_is_killed(
     try:
         pids = processes(path)
         assert len(pids) == 5
-        controller.send_signal(number)
+        controller.kill()
         controller.wait(10)
         assert wait_until_dead(pids, 5.0) == []
     finally:
@@ -86,16 +84,36 @@ def test_no_rank_outlives_a_controller_that_is_killed(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_death_of_the_forkserver_is_a_crash_and_the_pool_recovers(tmp_path: Path) -> None:
-    with RankPool(world=2) as pool:
-        path = tmp_path / "pids"
-        outcome = pool.run(Job.of(kill_parent, path=str(path)), timeout=30)
-        assert outcome.verdict is RankVerdict.CRASH, outcome
-        assert "gone with its forkserver" in outcome.sentence
-        assert pool.run(Job.of(jobs.sum_over_ranks)).verdict is RankVerdict.OK
+def test_an_interrupted_controller_ends_the_job_and_can_go_on(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "pids"
+
+    def interrupt() -> None:
+        processes(path)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=120)
+    thread.join()
+    ranks_and_children = [
+        int(pid) for line in path.read_text().splitlines() for pid in line.split()[:2]
+    ]
+    assert len(ranks_and_children) == 4
+    assert wait_until_dead(ranks_and_children, 5.0) == []
+    assert pool.run(Job.of(jobs.sum_over_ranks)).verdict is RankVerdict.OK
 
 
-def kill_parent(context: object, *, path: str) -> None:
-    del path
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_death_of_the_forkserver_is_a_crash_and_the_pool_recovers(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(kill_parent), timeout=30)
+    assert outcome.verdict is RankVerdict.CRASH, outcome
+    assert "gone with its forkserver" in outcome.sentence
+    assert pool.run(Job.of(jobs.sum_over_ranks)).verdict is RankVerdict.OK
+
+
+def kill_parent(context: RankContext) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)

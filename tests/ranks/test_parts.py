@@ -174,20 +174,21 @@ def test_a_script_runs_its_own_functions_as_jobs_and_needs_no_torch_for_it(tmp_p
     script.write_text(
         textwrap.dedent(
             """
+            import os
             import sys
 
             from conformance.ranks import Job, RankPool
 
-            def rank_of(context):
-                return context.rank
+            def who(context):
+                return [context.rank, os.environ["ONLY_IN_RANKS"]]
 
             if __name__ == "__main__":
-                with RankPool(world=2) as pool:
-                    print(pool.run(Job.of(rank_of)).values, "torch" in sys.modules)
+                with RankPool(world=2, env={"ONLY_IN_RANKS": "yes"}) as pool:
+                    print(pool.run(Job.of(who)).values, "torch" in sys.modules)
             """
         )
     )
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout == "(0, 1) False\n", done.stderr
+    assert done.stdout == "([0, 'yes'], [1, 'yes']) False\n", done.stderr

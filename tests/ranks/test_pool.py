@@ -275,12 +275,6 @@ def test_larger_worlds_and_single_ranks_share_the_forkserver(pool: RankPool) -> 
     assert_next_job_runs(pool)
 
 
-def test_the_environment_of_a_pool_reaches_its_ranks() -> None:
-    with RankPool(world=1, env={"ONLY_IN_RANKS": "yes"}) as other:
-        assert other.run(Job.of(jobs.read_environment, name="ONLY_IN_RANKS")).values == ("yes",)
-    assert "ONLY_IN_RANKS" not in os.environ
-
-
 def test_shared_pools_are_shared_by_key() -> None:
     assert shared_pool(2) is shared_pool(2)
     assert shared_pool(2) is not shared_pool(3)

@@ -84,6 +84,21 @@ def test_functional_collectives_are_seen_and_side_doors_marked(pool: RankPool) -
     assert outcome.values[0] == [[float(i) for i in range(10)], ["all_gather", 10, False]]
 
 
+def multiply_dtensors(context: RankContext) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    rows = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    more = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+    before = len(context.recorder.records)
+    product = rows @ more
+    traffic = [[r.op, r.numel] for r in context.recorder.records[before:]]
+    return [product.to_local().tolist(), traffic]
+
+
+def test_collectives_that_an_operator_on_dtensors_issues_are_seen(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(multiply_dtensors))
+    assert outcome.values[0] == [[[6.0, 6.0], [6.0, 6.0]], [["all_gather", 12]]]
+
+
 def name_groups(context: RankContext) -> list[Any]:
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1], group_desc="replicas"))
