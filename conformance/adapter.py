@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from conformance.gather import full_copies
+
 LossFn = Callable[[nn.Module, Any], Tensor]
 StateKind = Literal["full", "sharded", "local"]
 
@@ -261,24 +263,31 @@ class Adapter:
 
     def full_parameters(self, w: Wrapped) -> dict[str, Tensor]:
         """FQN to full parameter on CPU, on every rank; a tied parameter under each of its names."""
-        return {fqn: to_cpu(whole(p)) for fqn, p in named_parameters(self.bare(w))}
+        return full_copies({fqn: p.detach() for fqn, p in named_parameters(self.bare(w))})
 
     def full_gradients(self, w: Wrapped) -> dict[str, Tensor | None]:
         """FQN to full gradient on CPU, on every rank; ``None`` where there is none."""
-        return {
-            fqn: None if p.grad is None else to_cpu(whole(p.grad))
-            for fqn, p in named_parameters(self.bare(w))
-        }
+        gradients = {fqn: p.grad for fqn, p in named_parameters(self.bare(w))}
+        full = full_copies({fqn: g for fqn, g in gradients.items() if g is not None})
+        return {fqn: full.get(fqn) for fqn in gradients}
 
     def full_optimizer_state(self, w: Wrapped) -> dict[str, dict[str, Any]]:
         """FQN to the optimizer's state of that parameter, full tensors on CPU, on every rank."""
-        return {
-            fqn: {
-                key: to_cpu(whole(v)) if isinstance(v, Tensor) else v
-                for key, v in w.optimizer.state[p].items()
-            }
+        state = {
+            fqn: w.optimizer.state[p]
             for fqn, p in named_parameters(self.bare(w))
             if p in w.optimizer.state
+        }
+        tensors = {
+            f"{fqn}/{key}": value
+            for fqn, values in state.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        full = full_copies(tensors)
+        return {
+            fqn: {key: full.get(f"{fqn}/{key}", value) for key, value in values.items()}
+            for fqn, values in state.items()
         }
 
     def hyperparameters(self, w: Wrapped) -> list[dict[str, Any]]:

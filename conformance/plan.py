@@ -25,8 +25,10 @@ PLAIN_MODEL = "mlp"
 STATE_KINDS = ("full", "sharded", "local")
 
 
+ORDERS = frozenset({"two_forwards", "eval_first"})
+"""Scenarios that are about the order of passes."""
 SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io"})
-"""Traits of models for which an unusual order of passes is another code path."""
+"""Traits of models for which that order is another code path."""
 
 
 class Depth(Enum):
@@ -168,8 +170,13 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
             yield from _checkpoints(model, capabilities, depth)
         elif scenario.name in ("train", "unused") or training == "unused":
             continue
-        elif depth is Depth.FULL or (depth is Depth.WIDE and model.traits & SENSITIVE):
+        elif scenario.name not in ORDERS or takes_orders(model, depth):
             yield Case.of(model.name, scenario.name)
+
+
+def takes_orders(model: models.ModelCase, depth: Depth) -> bool:
+    """Whether a model is run with an unusual order of passes."""
+    return depth is Depth.FULL or (depth is Depth.WIDE and bool(model.traits & SENSITIVE))
 
 
 def _checkpoints(

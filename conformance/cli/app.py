@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from conformance.errors import UsageError
+from conformance.errors import UsageError, unknown
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
 
 PROGRAM = "fsdp-conformance"
@@ -139,8 +140,11 @@ def main() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
+        _known_command(sys.argv[1:])
         returned = app(prog_name=PROGRAM, standalone_mode=False)
         status = returned if isinstance(returned, int) else 0
+        if status == EXIT_INTERRUPTED:  # the parser may turn an interrupt into a status
+            raise KeyboardInterrupt
     except UsageError as error:
         status = _complain(str(error), EXIT_USAGE)
     except WRONG_USAGE as error:
@@ -154,6 +158,17 @@ def main() -> None:
         traceback.print_exc()
         status = _complain("internal fault; please report the lines above", EXIT_INTERNAL)
     sys.exit(status)
+
+
+def _known_command(arguments: Sequence[str]) -> None:
+    """Name the near match of a misspelt command, which the parser does not."""
+    names = [
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback
+    ]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        raise unknown("command", arguments[0], names)
 
 
 def _complain(sentence: str, status: int) -> int:

@@ -110,7 +110,7 @@ class RankPool:
             server = self._running_server()
             ranks = self._fork(server) if fresh else self._kept_ranks(server)
             try:
-                _send(ranks, job, kwargs, self._empty_directory(server))
+                _send(ranks, job, kwargs, self._empty_directory(server), kept=not fresh)
                 outcome = Supervisor(server=server, ranks=ranks, timeout=timeout).watch()
                 if fresh:
                     self._end(server, ranks)
@@ -259,7 +259,9 @@ def _pickled(job: Job) -> bytes:
         ) from error
 
 
-def _send(ranks: Sequence[RankProcess], job: Job, kwargs: bytes, directory: Path) -> None:
+def _send(
+    ranks: Sequence[RankProcess], job: Job, kwargs: bytes, directory: Path, *, kept: bool
+) -> None:
     message = pickle.dumps(
         {
             "kind": "job",
@@ -271,6 +273,7 @@ def _send(ranks: Sequence[RankProcess], job: Job, kwargs: bytes, directory: Path
             "kwargs": kwargs,  # pickled by itself: the rank sets its path before it opens them
             "directory": str(directory),
             "seed": SEED,
+            "kept": kept,
         }
     )
     for rank in ranks:

@@ -65,7 +65,8 @@ class _Rank:
             function, kwargs = self._prepare(message)
             recorder = CollectiveRecorder(self.ring, first_group=_groups_made())
             context = self._context(message, recorder)
-            self.before = fingerprint.fingerprint(self.device)
+            if message["kept"]:
+                self.before = fingerprint.fingerprint(self.device)
             started = time.monotonic()
             with recorder:
                 value = function(context, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,19 +28,25 @@ class CaseFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Cases whose first divergence is of the same check with the same cause."""
+    """Cases whose first divergence is of the same check with the same cause, or exception."""
 
     failures: tuple[CaseFailure, ...]
 
 
 def families(reported: Sequence[Reported]) -> list[Family]:
     """All failures of the judged adapters, in the order in which the first of each kind came."""
-    groups: dict[tuple[str, Verdict, str, Cause | None], list[CaseFailure]] = {}
+    groups: dict[tuple[str, ...], list[CaseFailure]] = {}
     for failure in failures_of(reported):
         finding = failure.finding
-        key = (finding.adapter, finding.verdict, finding.check, finding.cause)
+        what = _exception(finding.sentence) if finding.cause is Cause.EXCEPTION else ""
+        key = (finding.adapter, finding.verdict, finding.check, str(finding.cause), what)
         groups.setdefault(key, []).append(failure)
     return [Family(failures=tuple(group)) for group in groups.values()]
+
+
+def _exception(sentence: str) -> str:
+    """Type and beginning of the message, without numbers: ``RuntimeError: no group #``."""
+    return re.sub(r"\d+", "#", sentence.partition(": ")[2])[:60]
 
 
 def failures_of(reported: Sequence[Reported]) -> list[CaseFailure]:

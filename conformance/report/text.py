@@ -101,7 +101,7 @@ def control_text(reported: Sequence[Reported]) -> str:
         return "\n".join(indented(agrees, 0))
     first = bad[0]
     lines = indented(
-        f"ERROR  control: {number(len(bad), 'finding')} of {name} on {cases} are bad:"
+        f"ERROR  control: {name} itself fails {number(len(bad), 'time')} on {cases}:"
         " the suite or the environment is at fault",
         0,
     )

@@ -376,7 +376,7 @@ class FSDPState:
                 group.unshard(async_op=group.unshard_async_op)
                 group.wait_for_unshard()
             if not self.backward_prefetch:
-                pass
+                self._prefetch_previous(group)
         for state in self.backward_prefetch:
             for group in reversed(state.groups):
                 self._prefetch(group)

@@ -262,6 +262,8 @@ def _freeze_later(context: RankContext) -> None:
             param.requires_grad_(False)
         train(each, number, steps=2)
     compare(model, plain)
+    # An optimizer over what trains has cleared the other gradients: a frozen one must have none.
+    assert all(param.grad is None for param in model.blocks[1].parameters())
 
 
 def test_freezing_between_iterations_is_followed() -> None:

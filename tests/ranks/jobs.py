@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import unittest
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -159,6 +160,22 @@ class Reducing(nn.Module):
         return x + total
 
 
+def wait_inside_the_call(context: RankContext) -> None:
+    """A monitored barrier waits before it returns, an all-reduce only after."""
+    if context.rank == 0:
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    else:
+        time.sleep(60)
+
+
+def die_with_a_child(context: RankContext, *, path: str) -> None:
+    if context.rank == 1:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        with open(path, "w") as file:
+            file.write(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def miss_a_collective_in_a_module(context: RankContext) -> None:
     net = Net()
     context.recorder.name_modules(net)
@@ -278,12 +295,14 @@ def leave_nothing(context: RankContext) -> int:
     return os.getpid()
 
 
-def print_without_end(context: RankContext, *, megabytes: int) -> None:
+def print_without_end(context: RankContext, *, megabytes: int) -> int:
+    """How large the file of the output is in the end."""
     line = "x" * 1023 + "\n"
     for _ in range(megabytes):
         sys.stdout.write(line * 1024)
     time.sleep(1.0)
     sys.stdout.write("the end\n")
+    return os.fstat(1).st_size
 
 
 def fork_a_child_that_returns(context: RankContext) -> str:

@@ -1,0 +1,184 @@
+"""From raw findings to reported ones: control, power, probes, and faults of our own. No ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conformance import matrix as matrix_module
+from conformance import power
+from conformance.causes import Cause
+from conformance.checks import CHECKS
+from conformance.control import weigh
+from conformance.item import Item
+from conformance.matrix import Matrix, NotStored
+from conformance.mutants import MUTANTS
+from conformance.power import without_power
+from conformance.probes import claim_finding, probed_capabilities
+from conformance.report.lines import Role
+from conformance.session import OracleFailed, Subject
+from conformance.verdicts import Finding, Verdict
+from conformance.work import planned_again
+from tests.cli.literal import ADAPTER, CASE, finding
+
+CHOSEN = [CHECKS["losses.value"], CHECKS["gradients.value"]]
+
+
+def item(role: Role = Role.JUDGED, probe: Sequence[str] = ()) -> Item:
+    planned = planned_again(CASE, probe, CHOSEN)
+    return Item(subject=Subject(adapter=ADAPTER), planned=planned, role=role)
+
+
+def matrix(**fields: object) -> Matrix:
+    content = {
+        "histories": lambda item: Path("history"),
+        "root": Path("root"),
+        "world": 2,
+        "seed": 0,
+    }
+    return Matrix(**{**content, **fields})  # type: ignore[arg-type]
+
+
+# -- control ----------------------------------------------------------------------------------
+
+WRONG = finding("FAIL", "losses.value", cause=Cause.STALE, sentence="loss is stale")
+
+
+def weighed(found: Finding, of_control: str) -> Finding:
+    asked: list[Item] = []
+
+    def judge(same: Item) -> list[Finding]:
+        asked.append(same)
+        return [finding(of_control, "losses.value", adapter=same.subject.adapter)]
+
+    (result,) = weigh(item(), [found], judge)
+    assert [str(one.planned.case) for one in asked] == [CASE] * len(asked)
+    return result
+
+
+def test_a_failure_that_the_baseline_shares_is_an_error_of_ours() -> None:
+    result = weighed(WRONG, "FAIL")
+    assert result.verdict is Verdict.ERROR
+    assert result.sentence.startswith("torch.DistributedDataParallel fails here too")
+    assert result.sentence.endswith("loss is stale")
+
+
+def test_a_failure_that_the_baseline_does_not_share_stays() -> None:
+    assert weighed(WRONG, "PASS") == WRONG
+
+
+@pytest.mark.parametrize(
+    "found",
+    [finding("PASS"), finding("HANG", cause=Cause.HUNG), finding("FAIL", cause=Cause.EXCEPTION)],
+    ids=lambda found: str(found.verdict),
+)
+def test_the_baseline_is_asked_only_about_wrong_results(found: Finding) -> None:
+    def never(same: Item) -> list[Finding]:
+        pytest.fail(f"asked about {same}")
+
+    assert weigh(item(), [found], never) == [found]
+
+
+# -- power ------------------------------------------------------------------------------------
+
+
+def test_a_pass_without_a_mutant_that_shows_here_has_no_power(monkeypatch) -> None:
+    some = next(iter(MUTANTS.values()))
+    large = {
+        name: replace(some, name=name, check="losses.value", world=world)
+        for name, world in (("b", 4), ("a", 3))
+    }
+    monkeypatch.setattr(power, "MUTANTS", large)
+    found = without_power(finding("PASS"), 2)
+    assert found.verdict is Verdict.NO_POWER
+    assert found.sentence == ("cannot fail with 2 ranks: its mutants (a, b) show from 3 ranks on")
+    assert without_power(finding("PASS"), 3).verdict is Verdict.PASS
+    assert without_power(finding("FAIL"), 2).verdict is Verdict.FAIL
+    assert without_power(finding("PASS", "gradients.value"), 2).verdict is Verdict.PASS
+
+
+# -- probes -----------------------------------------------------------------------------------
+
+
+def claimed(*verdicts: str) -> Finding:
+    planned = planned_again(CASE, ("gradients", "no_sync"), CHOSEN)
+    findings = [
+        finding(verdict, f"check.number{n}", sentence=f"sentence {n}")
+        for n, verdict in enumerate(verdicts)
+    ]
+    return claim_finding(planned, findings)
+
+
+def test_a_probe_whose_checks_pass_may_be_claimed() -> None:
+    found = claimed("PASS", "PASS")
+    assert found.verdict is Verdict.UNSUPPORTED
+    assert found.where["works"] is True
+    assert found.sentence.endswith("you may claim gradients and no_sync")
+    assert found.check == "claim.gradients+no_sync"
+    assert found.check in found.repro
+
+
+@pytest.mark.parametrize("verdict", ["FAIL", "HANG", "CRASH", "VACUOUS", "ERROR"])
+def test_a_probe_that_goes_wrong_is_no_failure(verdict: str) -> None:
+    found = claimed("PASS", verdict)
+    assert found.verdict is Verdict.UNSUPPORTED
+    assert found.where["works"] is False
+    assert found.sentence == "not claimed, and it does not work here: check.number1: sentence 1"
+
+
+def test_the_id_of_a_probe_names_its_capabilities() -> None:
+    assert probed_capabilities(claimed("PASS").check) == ("gradients", "no_sync")
+    assert probed_capabilities("losses.value") == ()
+
+
+# -- faults of our own --------------------------------------------------------------------------
+
+
+def test_a_failing_oracle_is_an_error_of_its_case_only() -> None:
+    def failing(item: Item) -> Path:
+        raise OracleFailed("the oracle failed on mlp\nTraceback")
+
+    (found,) = matrix(histories=failing).judge(item())
+    assert (found.check, found.verdict) == ("run.completed", Verdict.ERROR)
+    assert found.sentence == "the oracle failed on mlp"
+    assert found.where["traceback"] == "Traceback"
+
+
+def test_a_check_that_raises_does_not_silence_the_others(monkeypatch) -> None:
+    def stored(directory: Path, root: Path, checks: Sequence[object]) -> list[Finding]:
+        if CHECKS["losses.value"] in checks:
+            raise ZeroDivisionError("by zero")
+        return [finding("PASS", "run.completed"), *(finding("PASS", c.id) for c in checks)]
+
+    monkeypatch.setattr(matrix_module, "judge_stored", stored)
+    found = {f.check: f for f in matrix().judge(item())}
+    assert {check: str(f.verdict) for check, f in found.items()} == {
+        "run.completed": "PASS",
+        "losses.value": "ERROR",
+        "gradients.value": "PASS",
+    }
+    assert found["losses.value"].sentence == "the check itself raised ZeroDivisionError: by zero"
+
+
+def test_a_missing_history_is_not_taken_for_a_finding() -> None:
+    def missing(item: Item) -> Path:
+        raise NotStored("no history")
+
+    with pytest.raises(NotStored):
+        matrix(histories=missing).report(item())
+
+
+def test_every_item_is_judged_once_whatever_the_number_of_threads(monkeypatch) -> None:
+    judged: list[str] = []
+
+    def histories(item: Item) -> Path:
+        judged.append(item.subject.variant)
+        return Path(item.subject.variant)
+
+    monkeypatch.setattr(matrix_module, "judge_stored", lambda d, root, checks: [finding("PASS")])
+    items = [replace(item(), subject=Subject(adapter=ADAPTER, variant=str(n))) for n in range(20)]
+    done = [one.subject.variant for one, _ in matrix(histories=histories).run(items, jobs=3)]
+    assert sorted(done) == sorted(judged) == sorted(str(n) for n in range(20))

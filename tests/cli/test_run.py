@@ -1,0 +1,209 @@
+"""The command as a user runs it: an adapter of the working directory, ranks, files, repetition."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import jsonschema
+import pytest
+
+from conformance.report.lines import Log, Role, read_log, schema
+
+ADAPTER = '''
+import time
+
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance import Adapter, Wrapped
+
+
+class Late(Adapter):
+    """Clips to half of what was asked for, and the last rank is slow on request."""
+
+    variants = {"default": {}, "slow": {"seconds": 600.0}}
+    capabilities = frozenset({"gradients", "clip.p2"})
+
+    def build(self, model, make_optimizer, config):
+        time.sleep(config.options.get("seconds", 0.0))
+        module = DistributedDataParallel(model)
+        return Wrapped(module=module, optimizer=make_optimizer(module.parameters()))
+
+    def bare(self, w):
+        return w.module.module
+
+    def clip_grad_norm(self, w, max_norm, norm_type):
+        return super().clip_grad_norm(w, max_norm / 2, norm_type)
+'''
+NAME = "mine:Late"
+CASE = "mlp/train/accumulation=1,optimizer=sgd"
+SELECTION = ["--variant", "default", "--model", "mlp", "--device", "cpu", "--jobs", "1"]
+CHECKS = ["--check", "clip.*", "--check", "gradients.value"]
+
+
+def command(
+    folder: Path, *arguments: str, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "conformance", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("project")
+    (folder / "mine.py").write_text(ADAPTER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> subprocess.CompletedProcess[str]:
+    return command(folder, "run", NAME, *SELECTION, *CHECKS, "--out", "result")
+
+
+@pytest.fixture
+def log(folder: Path, done: subprocess.CompletedProcess[str]) -> Log:
+    return read_log(folder / "result" / "run.jsonl")
+
+
+def test_a_wrong_wrapper_fails_for_the_stated_reason(
+    done: subprocess.CompletedProcess[str], log: Log
+) -> None:
+    assert done.returncode == 1, done.stdout + done.stderr
+    bad = {o.finding.check for o in log.reported if o.finding.verdict == "FAIL"}
+    assert "clip.gradients" in bad
+    assert "gradients.value" not in bad or not [
+        o
+        for o in log.reported
+        if o.finding.check == "gradients.value"
+        and o.finding.verdict == "FAIL"
+        and o.finding.where["step"] < 1
+    ]
+
+
+def test_the_control_and_the_probes_stand_in_the_log(log: Log) -> None:
+    roles = {one.role for one in log.reported}
+    assert roles == set(Role)
+    control = [one.finding for one in log.reported if one.role is Role.CONTROL]
+    assert {str(finding.verdict) for finding in control} == {"PASS"}
+    probes = {one.finding.check for one in log.reported if one.role is Role.PROBE}
+    assert {"claim.clip.p1", "claim.clip.pinf"} <= probes
+
+
+def test_without_a_terminal_every_finding_is_a_line(
+    done: subprocess.CompletedProcess[str], log: Log
+) -> None:
+    lines = done.stdout.splitlines()
+    for one in log.reported:
+        start = f"{one.finding.verdict:<11} {one.finding.id}"
+        assert [line for line in lines if line.startswith(start)], start
+
+
+def test_every_written_line_fits_its_schema(
+    folder: Path, done: subprocess.CompletedProcess[str]
+) -> None:
+    histories = sorted((folder / "result" / "histories").rglob("rank*.jsonl"))
+    assert len(histories) > 10
+    for name, paths in (("run", [folder / "result" / "run.jsonl"]), ("history", histories)):
+        validator = jsonschema.Draft202012Validator(schema(name))
+        for path in paths:
+            for line in path.read_text().splitlines():
+                validator.validate(json.loads(line))
+
+
+def test_junit_counts_what_the_log_counts(folder: Path, log: Log) -> None:
+    root = ET.parse(folder / "result" / "junit.xml").getroot()
+    names = [case.get("name") for case in root.iter("testcase")]
+    assert sorted(map(str, names)) == sorted(one.finding.id for one in log.reported)
+    failures = len(root.findall(".//failure"))
+    assert failures == sum(o.finding.verdict == "FAIL" for o in log.reported)
+
+
+def test_recheck_without_ranks_finds_the_same(folder: Path, log: Log) -> None:
+    again = command(folder, "recheck", "result")
+    assert again.returncode == 1, again.stderr
+    assert again.stdout.splitlines()[-1] == (
+        f"recheck: all {len(log.reported)} findings are the same"
+    )
+
+
+def test_recheck_sees_a_changed_history(folder: Path, log: Log, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(folder / "result"), str(copy)], check=True)
+    history = (
+        next((copy / "histories" / "mine_Late[default]").glob("mlp~train*sgd")) / "rank0.jsonl"
+    )
+    kept = [line for line in history.read_text().splitlines() if '"what": "gradients"' not in line]
+    history.write_text("\n".join(kept) + "\n")
+    again = command(tmp_path, "recheck", "copy")
+    assert f"changed: PASS -> FAIL        gradients.value@{NAME}/mlp/train" in again.stdout
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(
+    folder: Path, done: subprocess.CompletedProcess[str]
+) -> None:
+    before = (folder / "result" / "run.jsonl").read_bytes()
+    again = command(folder, "run", NAME, *SELECTION, *CHECKS, "--out", "result")
+    assert again.returncode == 64
+    assert (folder / "result" / "run.jsonl").read_bytes() == before
+
+
+def test_expected_findings_let_a_run_pass(folder: Path, tmp_path: Path) -> None:
+    expected = tmp_path / "expected.txt"
+    expected.write_text(f"clip.gradients@{NAME}/mlp/train/*: halves the threshold\n")
+    arguments = ["--check", "clip.gradients", "--expect", str(expected), "--quiet"]
+    run = command(folder, "run", NAME, *SELECTION, *arguments)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " XFAIL" in run.stdout
+
+
+def test_the_repro_line_of_a_failure_repeats_it(folder: Path, log: Log) -> None:
+    failed = next(o.finding for o in log.reported if o.finding.check == "clip.gradients")
+    shown = subprocess.run(
+        failed.repro.replace("fsdp-conformance", f"{sys.executable} -m conformance", 1),
+        shell=True,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert shown.returncode == 1, shown.stdout + shown.stderr
+    assert shown.stdout.startswith(f"FAIL  {failed.id}\n      {failed.sentence[:60]}")
+    assert f"cause: {failed.cause}" in shown.stdout
+
+
+def test_an_interrupt_leaves_a_partial_log_and_no_rank(folder: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    arguments = ["run", NAME, "--variant", "slow", "--model", "mlp", "--check", "gradients.value"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "conformance", *arguments, "--out", "slow", "--timeout", "500"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stuck = folder / "slow" / "histories" / "mine_Late[slow]"
+    deadline = time.monotonic() + 120
+    while not list(stuck.glob("*/rank0.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.splitlines()[-1].endswith("run.jsonl is partial")
+    assert read_log(folder / "slow" / "run.jsonl").partial
+    again = command(folder, "recheck", "slow")
+    assert "PARTIAL" in again.stdout
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the forkserver notices within a second that its controller is gone
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,127 @@
+"""Which cases a selection means: laws of the plan, on the built-in adapters. No ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.adapter import CAPABILITIES
+from conformance.case import Case
+from conformance.checks import CHECKS
+from conformance.errors import UsageError
+from conformance.models import cases
+from conformance.plan import CHECKPOINTS, TRAININGS, Depth, plan, plan_probes, unclaimed
+from conformance.report.lines import Role
+from conformance.work import Selection, work_of
+
+ALL = frozenset(CAPABILITIES)
+DDP = "torch.DistributedDataParallel"
+
+
+def planned(depth: Depth = Depth.WIDE, claims: frozenset[str] = ALL) -> list[Case]:
+    return [
+        p.case for p in plan(claims, list(CHECKS.values()), list(cases().values()), depth=depth)
+    ]
+
+
+def test_no_case_is_planned_twice() -> None:
+    assert len(planned()) == len(set(planned()))
+
+
+@pytest.mark.parametrize("depth", Depth)
+@pytest.mark.parametrize("table", [TRAININGS, CHECKPOINTS], ids=["trainings", "checkpoints"])
+def test_a_narrower_table_is_a_part_of_the_wider_one(table, depth: Depth) -> None:
+    assert set(table[depth]) <= set(table[Depth.FULL])
+
+
+@pytest.mark.parametrize("option", [0, 1], ids=["first option", "second option"])
+@pytest.mark.parametrize("table", [TRAININGS, CHECKPOINTS], ids=["trainings", "checkpoints"])
+def test_every_value_of_every_option_stands_in_the_wide_table(table, option: int) -> None:
+    def values(depth: Depth) -> set[object]:
+        return {row[option] for row in table[depth]}
+
+    assert values(Depth.WIDE) == values(Depth.FULL)
+
+
+def test_every_model_is_trained_and_saved_at_every_depth() -> None:
+    for depth in Depth:
+        seen = {(case.model, case.scenario.replace("unused", "train")) for case in planned(depth)}
+        assert {(m, s) for m in cases() for s in ("train", "checkpoint")} <= seen
+
+
+def test_every_check_judges_some_case_of_a_wrapper_that_claims_everything() -> None:
+    judging = {
+        check.id
+        for p in plan(ALL, list(CHECKS.values()), list(cases().values()))
+        for check in p.checks
+    }
+    assert set(CHECKS) - judging == {"run.completed"}
+
+
+def test_a_case_of_an_unclaimed_capability_is_not_planned() -> None:
+    kinds = {c.option("kind") for c in planned(claims=ALL - {"optim_state.sharded", "save"})}
+    assert kinds == {"", "full", "local"}
+
+
+def test_unclaimed_states_are_tried_out_together() -> None:
+    missing = {"save", "model_state.local", "optim_state.local", "optim_state.full"}
+    assert unclaimed(ALL - missing) == [
+        ("optim_state.full",),
+        ("save",),
+        ("model_state.local", "optim_state.local"),
+    ]
+
+
+def test_a_probe_stays_on_the_plain_model_where_that_can_show_it() -> None:
+    probes = plan_probes(ALL - {"save"}, list(CHECKS.values()), list(cases().values()))
+    assert [(str(p.case), p.probe) for p in probes] == [("mlp/checkpoint/kind=save", ("save",))]
+
+
+def test_what_is_claimed_is_not_probed() -> None:
+    assert plan_probes(ALL, list(CHECKS.values()), list(cases().values())) == []
+
+
+def test_the_control_comes_first_and_only_beside_other_adapters() -> None:
+    roles = [item.role for item in work_of(Selection(adapters=("torch.fully_shard",))).items]
+    assert roles[0] is Role.CONTROL
+    assert roles.index(Role.JUDGED) == roles.count(Role.CONTROL)
+    alone = work_of(Selection(adapters=(DDP,))).items
+    assert Role.CONTROL not in {item.role for item in alone}
+
+
+def test_an_adapter_named_twice_is_judged_once() -> None:
+    once = work_of(Selection(adapters=(DDP,)))
+    assert work_of(Selection(adapters=(DDP, DDP))).items == once.items
+
+
+def test_only_completion_can_be_asked_of_every_case() -> None:
+    work = work_of(Selection(adapters=(DDP,), variant="default", checks=("run.completed",)))
+    judged = {i.planned.case for i in work.items if i.role is Role.JUDGED}
+    everything = work_of(Selection(adapters=(DDP,), variant="default"))
+    assert judged >= {i.planned.case for i in everything.items if i.role is Role.JUDGED}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"adapters": ("torch.fuly_shard",)}, "did you mean torch.fully_shard"),
+        ({"variant": "defalt"}, f"no variant of {DDP} 'defalt'; did you mean default"),
+        ({"checks": ("losses.valu",)}, "did you mean losses.value"),
+        ({"models": ("mpl",)}, "did you mean mlp"),
+        ({"profiles": ("cor",)}, "did you mean core"),
+        ({"checks": ("state_dict.*",), "models": ("none",)}, "no model 'none'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_name_that_leads_to_nothing_is_wrong_usage(fields, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        work_of(Selection(**{"adapters": (DDP,), **fields}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"variant": "*"}, {"profiles": ("core",)}, {"checks": ("*",)}, {"models": ("*",)}],
+    ids=str,
+)
+def test_leaving_something_out_makes_a_run_narrow(fields) -> None:
+    assert Selection(adapters=(DDP,), **fields).narrowed
+    assert not Selection(adapters=(DDP,)).narrowed

@@ -1,0 +1,154 @@
+"""A downstream project's own test file, decorated, run by two workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+TEST_FILE = '''
+import os
+import pathlib
+
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance import Adapter, Wrapped, parametrize_with_checks
+
+
+class Mine(Adapter):
+    """Halves the threshold of clipping; says where and how often it is built."""
+
+    capabilities = frozenset({"gradients", "clip.p2", "shard.parameters"})
+    replicas = 1
+
+    def build(self, model, make_optimizer, config):
+        built = pathlib.Path(os.environ["BUILT"]) / f"{os.getpid()}"
+        built.open("a").write("built ")
+        module = DistributedDataParallel(model)
+        return Wrapped(module=module, optimizer=make_optimizer(module.parameters()))
+
+    def bare(self, w):
+        return w.module.module
+
+    def clip_grad_norm(self, w, max_norm, norm_type):
+        return super().clip_grad_norm(w, max_norm / 2, norm_type)
+
+
+CHECKS = ["gradients.scale", "clip.gradients", "clip.norm", "two_forwards.gradients"]
+
+
+@parametrize_with_checks(Mine, models=["mlp"], checks=CHECKS, device="cpu", expect="expected.txt")
+def test_mine(check):
+    check()
+'''
+EXPECTED = "clip.gradients@test_mine:Mine/*adamw#0: halves the threshold\n"
+CONFIGURATION = (
+    "[pytest]\naddopts = --strict-markers\nfilterwarnings = error::pytest.PytestWarning\n"
+)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("project")
+    (folder / "test_mine.py").write_text(TEST_FILE)
+    (folder / "expected.txt").write_text(EXPECTED)
+    (folder / "pytest.ini").write_text(CONFIGURATION)
+    (folder / "built").mkdir()
+    return folder
+
+
+def start(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=project,
+        env={**environment, "BUILT": str(project / "built")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def done(project: Path) -> subprocess.CompletedProcess[str]:
+    return start(project, "-n", "2", "-rsx", "--junitxml=report.xml", "--basetemp=base")
+
+
+@pytest.fixture(scope="module")
+def outcomes(project: Path, done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Finding id to failure, skipped or passed."""
+    assert (project / "report.xml").exists(), done.stdout + done.stderr
+    found: dict[str, str] = {}
+    for case in ET.parse(project / "report.xml").getroot().iter("testcase"):
+        name = re.fullmatch(r"test_mine\[(.*)\]", case.get("name", ""))
+        assert name
+        found[name[1]] = next((child.tag for child in case if child.tag != "system-out"), "passed")
+    return found
+
+
+def of(outcomes: dict[str, str], check: str) -> dict[str, str]:
+    return {id: outcome for id, outcome in outcomes.items() if id.startswith(f"{check}@")}
+
+
+def test_the_ids_are_those_of_the_findings(outcomes: dict[str, str]) -> None:
+    assert "gradients.scale@test_mine:Mine/mlp/train/accumulation=1,optimizer=sgd#0" in outcomes
+
+
+def test_what_passes_passes(outcomes: dict[str, str]) -> None:
+    found = of(outcomes, "gradients.scale") | of(outcomes, "run.completed")
+    assert len(found) == 6
+    assert set(found.values()) == {"passed"}
+
+
+def test_what_fails_fails_with_sentence_and_repro(
+    outcomes: dict[str, str], done: subprocess.CompletedProcess[str]
+) -> None:
+    found = of(outcomes, "clip.gradients")
+    assert {id for id, outcome in found.items() if outcome == "failure"} == {
+        id for id in found if "sgd" in id
+    }
+    assert "FAIL  clip.gradients@test_mine:Mine/mlp/train/accumulation=1,optimizer=sgd#0\n" in (
+        done.stdout
+    )
+    assert "fsdp-conformance repro 'clip.gradients@test_mine:Mine/mlp/train" in done.stdout
+
+
+def test_what_is_expected_to_fail_is_xfailed_with_its_reason(
+    outcomes: dict[str, str], done: subprocess.CompletedProcess[str]
+) -> None:
+    found = of(outcomes, "clip.gradients")
+    assert {id for id, outcome in found.items() if outcome == "skipped"} == {
+        id for id in found if "adamw" in id
+    }
+    assert re.search(r"XFAIL .*clip.gradients@.* halves the threshold", done.stdout)
+
+
+def test_one_run_of_a_case_serves_all_workers(
+    project: Path, outcomes: dict[str, str], done: subprocess.CompletedProcess[str]
+) -> None:
+    built = [path.read_text().count("built") for path in (project / "built").iterdir()]
+    cases = {id.partition("@")[2] for id in outcomes}
+    assert sum(built) == 2 * len(cases)  # once on each of two ranks
+    histories = list((project / "base" / "conformance").rglob("case.json"))
+    assert len(histories) == len(cases)
+
+
+def test_a_single_process_in_importlib_mode_finds_the_adapter_too(project: Path) -> None:
+    id = "run.completed@test_mine:Mine/mlp/train/accumulation=1,optimizer=sgd#0"
+    arguments = ["--import-mode=importlib", f"test_mine.py::test_mine[{id}]"]
+    alone = start(project, "-q", *arguments)
+    assert "1 passed" in alone.stdout, alone.stdout + alone.stderr
+
+
+def test_a_wrong_name_is_an_error_of_collection(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "expected.txt").write_text(EXPECTED)
+    text = TEST_FILE.replace('models=["mlp"]', 'models=["mpl"]')
+    (tmp_path / "test_mine.py").write_text(text)
+    done = start(tmp_path, "-q", "--collect-only")
+    assert done.returncode == 2
+    assert "no model 'mpl'; did you mean mlp?" in done.stdout
