@@ -22,6 +22,7 @@ from conformance.adapter import Adapter, Conventions
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.checks import Check, Evidence
+from conformance.checks.registry import TRAINING
 from conformance.execute import ORACLE_RUNS, CaseRequest, OracleRequest, run_case, run_oracle
 from conformance.history import History
 from conformance.judge import Judgement, Ran, judge
@@ -232,7 +233,9 @@ class Session:
     def _oracle(self, case: Case, conventions: Conventions, capabilities: frozenset[str]) -> Path:
         """Folder of the oracle's three histories of a case; runs them if they are not there."""
         setting = self.setting
-        shown = sorted(c for c in capabilities if c.startswith("clip."))
+        # the only claims that change what is run; others share the oracle's runs
+        clips = case.scenario in TRAINING
+        shown = sorted(c for c in capabilities if clips and c.startswith("clip."))
         conventions = relevant(conventions, models.case(case.model))
         key = json.dumps(
             [str(case), setting.world, setting.device, setting.seed, asdict(conventions), shown]

@@ -13,6 +13,7 @@ BUILT_IN: Mapping[str, str] = {
     "torch.ZeroRedundancyOptimizer": "conformance.adapters.torch_zero:ZeroRedundancyAdapter",
     "torch.FullyShardedDataParallel": "conformance.adapters.torch_fsdp1:FullyShardedAdapter",
     "torch.fully_shard": "conformance.adapters.torch_fsdp2:FullyShardAdapter",
+    "fsdp.fully_shard": "conformance.adapters.fsdp_composable:FullyShardAdapter",
 }
 
 

@@ -1,123 +1,16 @@
-"""PyTorch's ``fully_shard``: one DTensor per parameter, hooks instead of a wrapper."""
+"""PyTorch's ``fully_shard``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from conformance.adapter import (
-    BuildConfig,
-    OptimizerFactory,
-    Refusal,
-    StateKind,
-    Wrapped,
-    toggled,
-)
-from conformance.adapters import torch_checkpoint
-from conformance.adapters.torch_checkpoint import CheckpointDirectory
+from conformance.adapters.composable import ComposableAdapter
 
 
-class FullyShardAdapter(CheckpointDirectory):
-    """Shards the units that the model case names, then the root."""
+class FullyShardAdapter(ComposableAdapter):
+    """PyTorch's composable wrapper."""
 
     name: ClassVar[str] = "torch.fully_shard"
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "default": {},
-        "reshard_after_forward=True": {"reshard_after_forward": True},
-        "reshard_after_forward=False": {"reshard_after_forward": False},
-        "reshard_after_forward=1": {"reshard_after_forward": 1},
-        "reshard_after_forward=2": {"reshard_after_forward": 2},
-        "hybrid": {"replicas": 1},
-        "hybrid,replicas=2": {"replicas": 2},
-    }
-    capabilities = frozenset(
-        {
-            "gradients",
-            "no_sync",
-            "clip.gradients",
-            "clip.p1",
-            "clip.p2",
-            "clip.pinf",
-            "two_forwards",
-            "unused_parameters",
-            "shard.parameters",
-            "shard.optimizer",
-            "model_state.full",
-            "model_state.sharded",
-            "optim_state.full",
-            "optim_state.sharded",
-            "save",
-        }
-    )
-
-    def configure(self, options: Mapping[str, Any]) -> None:
-        """Unsharded parameters stay after an evaluation unless all of them are resharded."""
-        if options.get("reshard_after_forward", True) is True:
-            self.capabilities |= {"memory.reshard"}
-        self.replicas = options.get("replicas", 1)
-
-    def build(
-        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
-    ) -> Wrapped:
-        """Shard in place; the optimizer is made over the sharded parameters."""
-        options = dict(config.options)
-        mesh = _mesh(config, options.pop("replicas", None))
-        for child in reversed(list(model.modules())):
-            if isinstance(child, config.units):
-                fully_shard(child, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
-        optimizer = make_optimizer(model.parameters())
-        return Wrapped(module=model, optimizer=optimizer)
-
-    def no_sync(self, w: Wrapped) -> AbstractContextManager[Any]:
-        """This wrapper's form of it: reduction is switched off and on again."""
-        return toggled(w.module.set_requires_gradient_sync)  # type: ignore[arg-type]
-
-    def model_state(
-        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """Through the checkpoint package, which is this wrapper's documented way."""
-        self._no_local(kind)
-        return torch_checkpoint.model_state(w.module, kind, cpu=cpu)
-
-    def load_model_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
-        """Likewise."""
-        self._no_local(kind)
-        torch_checkpoint.load_model_state(w.module, kind, state)
-
-    def optim_state(
-        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """Likewise."""
-        self._no_local(kind)
-        return torch_checkpoint.optim_state(w.module, w.optimizer, kind, cpu=cpu)
-
-    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
-        """Likewise."""
-        self._no_local(kind)
-        torch_checkpoint.load_optim_state(w.module, w.optimizer, kind, state)
-
-    def _no_local(self, kind: StateKind) -> None:
-        if kind == "local":
-            raise NotImplementedError(f"{self.name} has no local state")
-
-
-def _mesh(config: BuildConfig, replicas: int | None) -> Any:
-    """All ranks in a row, or (replicas, ranks per replica).
-
-    Raises:
-        Refusal: the ranks cannot be divided into that many replicas.
-    """
-    world, device = config.world_size, config.device.type
-    if replicas is None:
-        return init_device_mesh(device, (world,))
-    if world % replicas:
-        raise Refusal(f"{world} ranks cannot form {replicas} replicas of equal size")
-    return init_device_mesh(
-        device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
-    )
+    shard = staticmethod(fully_shard)

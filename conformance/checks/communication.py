@@ -16,7 +16,8 @@ from conformance.ranks.signature import difference
 
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 ALIGNMENT = 4
-"""Elements to which wrappers align a parameter, and a rank's part of a collective, in a buffer."""
+"""Elements to which wrappers align a parameter, each rank's piece of it, and a rank's part of a
+collective, in a buffer."""
 
 Row = Mapping[str, Any]  # one recorded collective
 
@@ -111,12 +112,21 @@ def _elements(evidence: Evidence, step: int, collectives: int) -> tuple[int, int
         for name in evidence.oracle.reference.get(rank, "gradients_of_rank", step=step)
     }
     needed = sum(parts.numel(name) for name in trainable if name in used)
+    world = evidence.world
     padded = sum(
-        max(parts.padded(name, evidence.world), -(-parts.numel(name) // ALIGNMENT) * ALIGNMENT)
+        max(
+            world * rounded_up(parts.padded(name, world) // world),
+            rounded_up(parts.numel(name)),
+        )
         for name in trainable
     )
-    aligned = padded + ALIGNMENT * evidence.world * collectives
+    aligned = padded + ALIGNMENT * world * collectives
     return needed, min(aligned, max(padded, 2 * needed - 1))
+
+
+def rounded_up(elements: int) -> int:
+    """`elements` with its alignment."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 @check(

@@ -13,7 +13,7 @@ from conformance.history import as_tensor
 
 PARTS: Mapping[str, str] = {"parameters": "shard.parameters", "optimizer": "shard.optimizer"}
 ALIGNMENT = 16
-"""Bytes to which flat layouts may round each parameter up."""
+"""Bytes to which layouts may round up each parameter, or each rank's piece of it."""
 
 Shapes = list[tuple[int, ...]]
 
@@ -102,10 +102,15 @@ def needed(counted: Iterable[tuple[int, ...]], size: int, shards: int) -> int:
     total = 0
     for shape in counted:
         rows, row = (shape[0], numel(shape[1:])) if shape else (1, 1)
-        chunked = -(-rows // shards) * shards * row * size
-        flat = -(-numel(shape) * size // ALIGNMENT) * ALIGNMENT + shards * size
+        chunked = shards * aligned(-(-rows // shards) * row * size)
+        flat = aligned(numel(shape) * size) + shards * size
         total += max(chunked, flat)
     return total
+
+
+def aligned(size: int) -> int:
+    """`size` in bytes, rounded up."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def numel(shape: Iterable[int]) -> int:

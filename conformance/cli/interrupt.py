@@ -1,29 +1,49 @@
-"""Leaving at once after an interrupt."""
+"""What an interrupt does while ranks run: the process ends at once, its files are in order."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
 
 from conformance.verdicts import EXIT_INTERRUPTED
 
+_SHOW_CURSOR = "\x1b[?25h"
 
-def leave(remove: Path | None, note: str = "") -> NoReturn:
-    """End this process with the status of an interrupt.
 
-    Threads may be waiting for ranks, and an orderly exit would wait for them; the ranks end by
-    themselves when this process is gone.
+@contextmanager
+def leaving_on_interrupt(remove: Path | None = None, note: str = "") -> Iterator[None]:
+    """Inside, an interrupt ends this process with its own status.
+
+    An exception would not do: threads wait for ranks, and an orderly exit would wait for those
+    threads. Ranks end by themselves when this process is gone.
 
     Args:
         remove: a temporary folder that nobody else would remove.
         note: what the user should know.
     """
-    if remove is not None:
-        shutil.rmtree(remove, ignore_errors=True)
-    sys.stdout.flush()
-    sys.stderr.write(f"fsdp-conformance: interrupted{'; ' + note if note else ''}\n")
-    sys.stderr.flush()
-    os._exit(EXIT_INTERRUPTED)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if remove is not None:
+            shutil.rmtree(remove, ignore_errors=True)
+        if sys.stdout.isatty():
+            sys.stdout.write(_SHOW_CURSOR)  # a progress bar hides it
+            sys.stdout.flush()
+        text = f"fsdp-conformance: interrupted{'; ' + note if note else ''}\n"
+        os.write(sys.stderr.fileno(), text.encode())
+        os._exit(EXIT_INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conformance.case import Case
 from conformance.checks import CHECKS
+from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.cli.running import HISTORIES
 from conformance.errors import UsageError, unknown
 from conformance.expectations import Expectations
@@ -49,7 +50,7 @@ def repro_command(id: str, *, world: int, device: str, mutant: str | None, timeo
         setting = Setting(
             world=world, device=device, seed=seed, timeout=timeout, directory=Path(name)
         )
-        with Session(setting) as session:
+        with leaving_on_interrupt(Path(name)), Session(setting) as session:
             matrix = Matrix(
                 histories=lambda i: session.run(i.subject, i.planned.case, probe=i.planned.probe),
                 root=setting.directory,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conformance.cli.interrupt import leave
+from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.cli.show import Progress, progress_for
 from conformance.errors import UsageError
 from conformance.expectations import Expectations, read_expectations
@@ -67,20 +67,18 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             directory=folder / HISTORIES,
         )
         fields = header(work, selection, setting, expectations, command)
+        kept = options.out is not None
+        note = f"{folder / LOG_NAME} is partial" if kept else ""
         started = time.monotonic()
         with (
+            leaving_on_interrupt(None if kept else folder, note),
             RunLog(folder, fields) as log,
             progress_for(len(work.items), quiet=options.quiet) as progress,
         ):
-            try:
-                judge_all(work, setting, expectations, log, progress, jobs)
-            except KeyboardInterrupt:
-                kept = options.out is not None
-                note = f"{folder / LOG_NAME} is partial" if kept else ""
-                leave(None if kept else folder, note)
+            judge_all(work, setting, expectations, log, progress, jobs)
             stale = [] if selection.narrowed else expectations.stale()
             status = log.finish(stale=stale, seconds=time.monotonic() - started)
-        if options.out is not None:
+        if kept:
             write_junit(log.log, folder / "junit.xml")
         sys.stdout.write(report_text(log.log))
     return status

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.cli.interrupt import leave
+from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.machine import default_jobs, device_for
 from conformance.report.text import indented, number
 from conformance.selftest import GOOD, Diagonal, Kill, diagonal, select_mutants
@@ -31,10 +31,8 @@ def selftest_command(
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
         setting = Setting(world=world, device=device, timeout=timeout, directory=Path(name))
-        try:
+        with leaving_on_interrupt(Path(name)):
             results = diagonal(setting, mutants, jobs=jobs, done=_show)
-        except KeyboardInterrupt:
-            leave(Path(name))
     where = f"{number(world, 'rank')} on {device}"
     sys.stdout.write(diagonal_text(results, where, time.monotonic() - started))
     return diagonal_status(results)

@@ -36,7 +36,7 @@ GRACE = 3.0
 which the records are asked whether waiting on is pointless."""
 LINGER = 0.3
 """Seconds before a failed rank is ended, so that an exception on all ranks is told by all."""
-_TICK = 0.25
+_TICK = 0.1
 _EXIT_WAIT = 5.0
 _STACK_WAIT = 3.0
 _STACK_BYTES = 200_000

@@ -37,7 +37,7 @@ LayOut = Callable[..., Layout]
 
 # Pieces start at 16 bytes where an element has two or more, so that vectorised kernels and
 # matrix units accept them as they are.
-_ALIGN = 8
+_ALIGN = 4
 _ALIGN_BYTES = 16
 
 

@@ -47,9 +47,9 @@ def test_what_is_no_reduction_of_gradients_is_legal_in_no_sync(fields: dict[str,
     assert cause("no_sync.collectives", story) is None
 
 
-def test_a_second_reduction_of_everything_is_named() -> None:
+def test_more_reduced_than_any_padding_explains_is_named() -> None:
     story = accumulating()
-    story.collective("all_reduce", LAST)
+    story.collective("all_reduce", LAST, numel=24)  # 12 are due, 24 with every piece aligned
     assert cause("no_sync.collectives", story) is Cause.REDUCED_REPEATEDLY
 
 

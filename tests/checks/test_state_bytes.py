@@ -15,13 +15,17 @@ from conformance.scenarios.memory import STEPS
 from conformance.scenarios.run import stored_bytes
 from tests.checks.literal import Net, Story, cause, first_mismatch
 
-PARAMETERS = 4 * (12 + 3 + 2 + 2)  # body, bias, kept, spare; the tied head is body
-OPTIMIZER = 4 * 12
+LARGER = 16  # times as many rows as the literal model, so that alignment is small beside it
+PARAMETERS = LARGER * 4 * (12 + 3 + 2 + 2)  # body, bias, kept, spare; the tied head is body
+OPTIMIZER = LARGER * 4 * 12
 CLAIMS = frozenset({"shard.parameters", "shard.optimizer", "memory.reshard"})
 
 
 def sizes(told: Story, step: int) -> None:
-    values = {k: p.detach() for k, p in Net().named_parameters(remove_duplicate=False)}
+    values = {
+        name: p.detach().repeat(LARGER, *[1] * (p.dim() - 1))
+        for name, p in Net().named_parameters(remove_duplicate=False)
+    }
     told.see("parameters", values, step=step)
     state = {"body/momentum_buffer": values["body"], "body/step": torch.tensor(1.0)}
     told.see("optimizer_state", {**state, "head/momentum_buffer": values["body"]}, step=step)
@@ -86,7 +90,7 @@ def test_with_one_replica_a_rank_nothing_can_be_told() -> None:
         ((8, 4), 2, 8 * 4 * 4 + 2 * 4),  # even rows: what a flat layout may add
         ((5, 16), 4, 4 * 2 * 16 * 4),  # 2 rows on each of 4 ranks
         ((1, 16), 4, 4 * 16 * 4),  # one row: no less than a row on every rank
-        ((), 2, 16 + 2 * 4),
+        ((), 2, 2 * 16),  # a piece on each of 2 ranks, aligned
     ],
 )
 def test_what_sharding_needs(shape: tuple[int, ...], shards: int, expected: int) -> None:
@@ -102,8 +106,9 @@ def test_a_view_counts_with_the_storage_that_it_keeps_alive() -> None:
     }
 
 
-SHARE = needed([(4, 3), (3,), (2,), (2,)], 4, 2) // 2
-RESIDENT = 2 * SHARE + needed([(4, 3)], 4, 2) // 2
+BODY = (4 * LARGER, 3)
+SHARE = needed([BODY, (3 * LARGER,), (2 * LARGER,), (2 * LARGER,)], 4, 2) // 2
+RESIDENT = 2 * SHARE + needed([BODY], 4, 2) // 2
 
 
 def live(places: dict[str, int] | None = None, growth: int = 0) -> Story:
@@ -133,7 +138,7 @@ def test_an_unsharded_copy_that_stays_is_not_freed(place: str) -> None:
 
 
 def test_an_evaluation_leaves_no_more_than_it_found() -> None:
-    told = live({"step": RESIDENT - 40, "eval": RESIDENT - 20})
+    told = live({"step": RESIDENT - PARAMETERS // 4, "eval": RESIDENT})
     found = first_mismatch("memory.live_bytes", told)
     assert found is not None
     assert found.where["place"] == "eval"

@@ -13,6 +13,7 @@ from conformance import power
 from conformance.causes import Cause
 from conformance.checks import CHECKS
 from conformance.control import weigh
+from conformance.expectations import Expectation, Expectations
 from conformance.item import Item
 from conformance.matrix import Matrix, NotStored
 from conformance.mutants import MUTANTS
@@ -132,6 +133,19 @@ def test_a_probe_that_goes_wrong_is_no_failure(verdict: str) -> None:
 def test_the_id_of_a_probe_names_its_capabilities() -> None:
     assert probed_capabilities(claimed("PASS").check) == ("gradients", "no_sync")
     assert probed_capabilities("losses.value") == ()
+
+
+# -- expectations -----------------------------------------------------------------------------
+
+
+def test_expectations_are_applied_to_what_is_judged_and_not_to_the_control(monkeypatch) -> None:
+    crash = finding("CRASH", cause=Cause.CRASHED)
+    monkeypatch.setattr(matrix_module, "judge_stored", lambda d, root, checks: [crash])
+    lines = Expectations([Expectation(pattern="losses.value@*", reason="known")])
+    (expected,) = matrix(expectations=lines).report(item())
+    assert (expected.finding.verdict, expected.reason) == (Verdict.XFAIL, "known")
+    (control,) = matrix(expectations=lines).report(item(Role.CONTROL))
+    assert control.finding.verdict is Verdict.CRASH
 
 
 # -- faults of our own --------------------------------------------------------------------------

@@ -11,6 +11,14 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+import conformance
+from conformance import Adapter, parametrize_with_checks
+from conformance.errors import UsageError
+from conformance.expectations import Expectation, Expectations
+from conformance.parametrize import settle
+from tests.cli.literal import judged
+
+NAMED = [name for name in conformance.__all__ if name != "CAPABILITIES"]
 TEST_FILE = '''
 import os
 import pathlib
@@ -23,8 +31,7 @@ from conformance import Adapter, Wrapped, parametrize_with_checks
 class Mine(Adapter):
     """Halves the threshold of clipping; says where and how often it is built."""
 
-    capabilities = frozenset({"gradients", "clip.p2", "shard.parameters"})
-    replicas = 1
+    capabilities = frozenset({"gradients", "clip.p2", "clip.gradients"})
 
     def build(self, model, make_optimizer, config):
         built = pathlib.Path(os.environ["BUILT"]) / f"{os.getpid()}"
@@ -76,7 +83,9 @@ def start(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def done(project: Path) -> subprocess.CompletedProcess[str]:
-    return start(project, "-n", "2", "-rsx", "--junitxml=report.xml", "--basetemp=base")
+    # the mode in which a test file cannot be imported by its name, which is the hard one for ranks
+    arguments = ["--import-mode=importlib", "--junitxml=report.xml", "--basetemp=base"]
+    return start(project, "-n", "2", "-rsx", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +147,57 @@ def test_one_run_of_a_case_serves_all_workers(
     assert len(histories) == len(cases)
 
 
-def test_a_single_process_in_importlib_mode_finds_the_adapter_too(project: Path) -> None:
-    id = "run.completed@test_mine:Mine/mlp/train/accumulation=1,optimizer=sgd#0"
-    arguments = ["--import-mode=importlib", f"test_mine.py::test_mine[{id}]"]
-    alone = start(project, "-q", *arguments)
-    assert "1 passed" in alone.stdout, alone.stdout + alone.stderr
+def test_a_wrong_name_is_an_error_of_the_decorator() -> None:
+    with pytest.raises(UsageError, match="no model 'mpl'; did you mean mlp"):
+        parametrize_with_checks("torch.DistributedDataParallel", models=["mpl"], device="cpu")
 
 
-def test_a_wrong_name_is_an_error_of_collection(project: Path, tmp_path: Path) -> None:
-    (tmp_path / "expected.txt").write_text(EXPECTED)
-    text = TEST_FILE.replace('models=["mlp"]', 'models=["mpl"]')
-    (tmp_path / "test_mine.py").write_text(text)
-    done = start(tmp_path, "-q", "--collect-only")
-    assert done.returncode == 2
-    assert "no model 'mpl'; did you mean mlp?" in done.stdout
+def test_an_adapter_that_ranks_cannot_import_is_refused() -> None:
+    class Local(Adapter):
+        pass
+
+    with pytest.raises(UsageError, match="define it at module level"):
+        parametrize_with_checks(Local)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcome"),
+    [
+        ("PASS", None),
+        ("FAIL", pytest.fail.Exception),
+        ("HANG", pytest.fail.Exception),
+        ("DESYNC", pytest.fail.Exception),
+        ("CRASH", pytest.fail.Exception),
+        ("ERROR", pytest.fail.Exception),
+        ("VACUOUS", pytest.fail.Exception),
+        ("UNSUPPORTED", pytest.skip.Exception),
+        ("NO_POWER", pytest.skip.Exception),
+        ("BLOCKED", pytest.skip.Exception),
+    ],
+)
+def test_every_verdict_has_its_outcome(verdict: str, outcome: type[BaseException] | None) -> None:
+    found = judged(verdict, sentence="what was seen")
+    if outcome is None:
+        settle(found, Expectations())
+        return
+    with pytest.raises(outcome, match="what was seen"):
+        settle(found, Expectations())
+
+
+def test_an_unexpected_pass_fails() -> None:
+    expected = Expectations([Expectation(pattern="*", reason="was wrong once")])
+    with pytest.raises(pytest.fail.Exception, match=r"XPASS(.|\n)*was wrong once"):
+        settle(judged("PASS"), expected)
+
+
+def test_importing_the_package_imports_neither_torch_nor_pytest() -> None:
+    code = "import sys, conformance; print([n for n in ('torch', 'pytest') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
+def test_every_public_name_is_there() -> None:
+    assert {name: getattr(conformance, name).__name__ for name in NAMED} == {n: n for n in NAMED}
+    assert set(NAMED) | {"CAPABILITIES"} == set(conformance.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'parametrise'"):
+        _ = conformance.parametrise

@@ -16,4 +16,4 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "GRACE", 0.7)
+    monkeypatch.setattr(supervise, "GRACE", 0.4)

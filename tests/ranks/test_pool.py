@@ -153,18 +153,20 @@ def test_a_rank_without_a_readable_report_is_a_crash(pool: RankPool, how: str, w
 def test_a_missing_collective_is_a_hang_with_collective_group_module_and_stack(
     pool: RankPool,
 ) -> None:
-    outcome = pool.run(Job.of(jobs.miss_a_collective_in_a_module), timeout=1.5)
+    assert_next_job_runs(pool)  # the bound below is no bound on starting ranks
+    outcome = pool.run(Job.of(jobs.miss_a_collective_in_a_module), timeout=1)
     assert outcome.verdict is RankVerdict.HANG, outcome
     start = "rank 1 never entered all_reduce 2 of group default (second) in phase step 2; "
     assert outcome.sentence.startswith(start + "rank 0 waits there since ")
     assert "miss_a_collective_in_a_module (jobs.py:" in outcome.sentence
     assert "in miss_a_collective_in_a_module" in (outcome.stacks[1] or "")
     assert "in all_reduce" in (outcome.stacks[0] or "")
-    assert 1.5 <= outcome.seconds < 4
+    assert 1 <= outcome.seconds < 6
     assert_next_job_runs(pool)
 
 
 def test_a_collective_is_on_record_before_it_is_issued(pool: RankPool) -> None:
+    assert_next_job_runs(pool)  # the bound below is no bound on starting ranks
     outcome = pool.run(Job.of(jobs.wait_inside_the_call), timeout=1)
     assert outcome.verdict is RankVerdict.HANG
     assert outcome.sentence.startswith("rank 1 never entered barrier 1 of group default; rank 0 wa")
@@ -181,6 +183,7 @@ def test_a_rank_that_ends_early_is_found_long_before_the_bound(pool: RankPool) -
 
 
 def test_an_endless_loop_is_a_hang(pool: RankPool) -> None:
+    assert_next_job_runs(pool)  # the bound below is no bound on starting ranks
     outcome = pool.run(Job.of(jobs.loop_forever), timeout=1)
     assert outcome.verdict is RankVerdict.HANG
     assert outcome.sentence.startswith("rank 1 did not end within 1 s, it is at loop_forever (jobs")
@@ -308,7 +311,8 @@ def test_arguments_that_cannot_be_sent_are_refused(pool: RankPool) -> None:
 
 def test_a_bounded_job_leaves_no_process(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "pids"
-    outcome = pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=1.5)
+    assert_next_job_runs(pool)
+    outcome = pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=2)
     assert outcome.verdict is RankVerdict.HANG
     pids = [int(pid) for line in path.read_text().splitlines() for pid in line.split()[:2]]
     assert len(pids) == 4

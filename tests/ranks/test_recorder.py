@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from conformance.ranks import Job, RankContext, RankPool
 from tests.ranks.jobs import Net
@@ -69,6 +67,9 @@ def test_the_gradients_of_ddp_are_seen(pool: RankPool) -> None:
 
 
 def use_functional_collectives(context: RankContext) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     sharded = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
     context.recorder.mark("gather")
@@ -85,6 +86,9 @@ def test_functional_collectives_are_seen_and_side_doors_marked(pool: RankPool) -
 
 
 def multiply_dtensors(context: RankContext) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     mesh = init_device_mesh("cpu", (2,))
     rows = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
     more = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
@@ -100,6 +104,8 @@ def test_collectives_that_an_operator_on_dtensors_issues_are_seen(pool: RankPool
 
 
 def name_groups(context: RankContext) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
     dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1], group_desc="replicas"))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
