@@ -8,14 +8,19 @@
 
 A bad finding (FAIL, DESYNC, HANG, CRASH) that a line matches becomes XFAIL; a PASS that it matches
 becomes XPASS, which fails the run, so that the line goes when the defect goes. Below
-``known-flaky:`` a PASS stays a PASS. A line above it that matches no finding of a whole run is
-stale and fails the run too; a run that was narrowed (by check, model, profile or variant) does not
-say what is stale.
+``known-flaky:`` a PASS stays a PASS.
+
+A line for the check ``*`` is about a case that ends early, such as by an exception: what fails and
+what is BLOCKED or VACUOUS behind it becomes XFAIL, what could still be judged keeps its verdict.
+
+A line above ``known-flaky:`` that matches no finding of a whole run (for the check ``*``: no bad
+one) is stale and fails the run too. A run that was narrowed (by check, model, profile or variant)
+does not say what is stale, and no run says it of adapters that it did not judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from conformance.verdicts import Finding, Verdict
 
 FLAKY_HEADING = "known-flaky:"
 EXPECTABLE = frozenset({Verdict.FAIL, Verdict.DESYNC, Verdict.HANG, Verdict.CRASH})
+CUT_SHORT = frozenset({Verdict.BLOCKED, Verdict.VACUOUS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,16 @@ class Expectation:
     pattern: str
     reason: str
     flaky: bool = False
+
+    @property
+    def about_case(self) -> bool:
+        """Whether it is for every check of a case."""
+        return self.pattern.startswith("*@")
+
+    def concerns(self, adapter: str) -> bool:
+        """Whether it can match a finding of `adapter`."""
+        label = self.pattern.partition("@")[2].partition("/")[0]
+        return matches(adapter, label.partition("[")[0])
 
 
 class Expectations:
@@ -65,20 +81,25 @@ class Expectations:
         for line in self.lines:
             if not matches(finding.id, line.pattern):
                 continue
-            self._matched.add(line.pattern)
-            if finding.verdict in EXPECTABLE:
+            bad = finding.verdict in EXPECTABLE
+            if bad or not line.about_case:
+                self._matched.add(line.pattern)
+            if bad or (line.about_case and finding.verdict in CUT_SHORT):
                 return replace(finding, verdict=Verdict.XFAIL), line.reason
-            if finding.verdict is Verdict.PASS and not line.flaky:
+            if finding.verdict is Verdict.PASS and not (line.flaky or line.about_case):
                 return replace(finding, verdict=Verdict.XPASS), line.reason
             return finding, ""
         return finding, ""
 
-    def stale(self) -> list[str]:
-        """Patterns that matched no finding, the flaky ones left out."""
+    def stale(self, adapters: Iterable[str]) -> list[str]:
+        """Patterns about `adapters` that matched nothing, the flaky ones left out."""
+        judged = list(adapters)
         return [
             line.pattern
             for line in self.lines
-            if not line.flaky and line.pattern not in self._matched
+            if not line.flaky
+            and line.pattern not in self._matched
+            and any(line.concerns(adapter) for adapter in judged)
         ]
 
 

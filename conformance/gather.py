@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:  # imported for real it takes a second, and ranks with DTensors have it already
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,31 @@ def full_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     together: dict[Source, dict[str, DTensor]] = {}
     copies: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             copies[key] = tensor.detach().to("cpu", copy=True)
-        elif (mesh_dim := _only_sharded(tensor)) is None:
-            copies[key] = tensor.detach().full_tensor().to("cpu", copy=True)
+            continue
+        mesh_dim = _only_sharded(tensor)
+        if mesh_dim is None:
+            copies[key] = tensor.full_tensor().detach().to("cpu", copy=True)
         else:
             group = tensor.device_mesh.get_group(mesh_dim)
             source = Source(group, tensor.dtype, tensor.to_local().device)
-            together.setdefault(source, {})[key] = tensor.detach()
+            together.setdefault(source, {})[key] = tensor
     for source, members in together.items():
         copies |= _gathered(source, members)
     return {key: copies[key] for key in tensors}
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether `tensor` is distributed."""
+    return hasattr(tensor, "full_tensor")
+
+
 def _only_sharded(tensor: DTensor) -> int | None:
     """The one mesh dimension on which `tensor` is cut in the plain way, the rest replicated."""
-    cut = [d for d, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
-    plain = len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard
+    cut = [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    # by the exact name: a strided shard says that it is a shard, but its pieces lie elsewhere
+    plain = len(cut) == 1 and type(tensor.placements[cut[0]]).__name__ == "Shard"
     return cut[0] if plain else None
 
 
@@ -63,7 +73,9 @@ def _gathered(source: Source, members: Mapping[str, DTensor]) -> dict[str, Tenso
     own = torch.zeros(sum(widths.values()), dtype=source.dtype, device=source.device)
     offset = 0
     for key, tensor in members.items():
-        piece = tensor.to_local().reshape(-1)  # (own rows × rest,), at most as long as rank 0's
+        piece = (
+            tensor.to_local().detach().reshape(-1)
+        )  # (own rows × rest,), at most as long as rank 0's
         own[offset : offset + piece.numel()] = piece
         offset += widths[key]
     everyone = torch.empty(world * own.numel(), dtype=source.dtype, device=source.device)
@@ -92,6 +104,6 @@ def _piece_shape(tensor: DTensor, rank: int, world: int) -> list[int]:
 
 
 def _shard_dim(tensor: DTensor) -> int:
-    shard: Any = next(p for p in tensor.placements if type(p) is Shard)
+    shard: Any = next(p for p in tensor.placements if not p.is_replicate())
     dim: int = shard.dim
     return dim % tensor.dim()

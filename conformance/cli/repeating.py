@@ -157,7 +157,8 @@ def judge_again(stored: Log, directory: Path) -> tuple[Log, int]:
             for one in found:
                 log.add(one)
         if stored.footer is not None:
-            stale = [] if stored.header["narrowed"] else expectations.stale()
+            names = [adapter["name"] for adapter in stored.header["adapters"]]
+            stale = [] if stored.header["narrowed"] else expectations.stale(names)
             log.finish(stale=stale, seconds=stored.footer["seconds"])
         return log.log, missing
 

@@ -76,7 +76,7 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             progress_for(len(work.items), quiet=options.quiet) as progress,
         ):
             judge_all(work, setting, expectations, log, progress, jobs)
-            stale = [] if selection.narrowed else expectations.stale()
+            stale = [] if selection.narrowed else expectations.stale(selection.adapters)
             status = log.finish(stale=stale, seconds=time.monotonic() - started)
         if kept:
             write_junit(log.log, folder / "junit.xml")

@@ -47,12 +47,13 @@ class Live(Progress):
         self._task = bar.add_task("", total=total, verdicts="", now="")
 
     def judged(self, item: Item, reported: Sequence[Reported]) -> None:
-        """Advance; bad findings are printed above the bar at once."""
-        for one in reported:
-            if one.role is Role.JUDGED:
-                self._counts[one.finding.verdict] += 1
-                if one.finding.verdict in BAD:
-                    self._bar.console.print(finding_text(one), markup=False, highlight=False)
+        """Advance; the first bad finding of the item is named above the bar at once."""
+        judged = [one.finding for one in reported if one.role is Role.JUDGED]
+        self._counts.update(finding.verdict for finding in judged)
+        bad = next((finding for finding in judged if finding.verdict in BAD), None)
+        if bad is not None:
+            line = f"{bad.verdict}  {bad.id}"
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         shown = ", ".join(f"{self._counts[v]} {v}" for v in Verdict if self._counts[v])
         now = f"{item.subject.adapter}/{item.planned.case}"
         self._bar.update(self._task, advance=1, verdicts=shown, now=now)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conformance.errors import UsageError
-from conformance.expectations import Expectations, read_expectations
+from conformance.expectations import Expectation, Expectations, read_expectations
 from conformance.globs import matches
 from conformance.verdicts import Verdict
 from tests.cli.literal import finding
@@ -61,9 +61,27 @@ def test_other_findings_keep_their_verdict(expected: Expectations) -> None:
 
 def test_a_line_is_stale_until_a_finding_matches_it(expected: Expectations) -> None:
     pattern = "losses.value@torch.fully_shard[hybrid]/*"
-    assert expected.stale() == [pattern]
+    assert expected.stale(["torch.fully_shard"]) == [pattern]
+    assert expected.stale(["torch.DistributedDataParallel"]) == []
     expected.apply(finding("UNSUPPORTED", variant="hybrid"))
-    assert expected.stale() == []
+    assert expected.stale(["torch.fully_shard"]) == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "becomes"),
+    [("FAIL", "XFAIL"), ("BLOCKED", "XFAIL"), ("VACUOUS", "XFAIL"), ("PASS", "PASS")],
+)
+def test_a_line_for_every_check_is_about_a_case_that_ends_early(verdict: str, becomes: str) -> None:
+    line = Expectation(pattern="*@torch.fully_shard/*", reason="raises")
+    assert Expectations([line]).apply(finding(verdict))[0].verdict == becomes
+
+
+def test_a_line_for_every_check_is_stale_until_something_bad_matches_it() -> None:
+    lines = Expectations([Expectation(pattern="*@torch.fully_shard/*", reason="raises")])
+    lines.apply(finding("PASS"))
+    assert lines.stale(["torch.fully_shard"]) == ["*@torch.fully_shard/*"]
+    lines.apply(finding("CRASH"))
+    assert lines.stale(["torch.fully_shard"]) == []
 
 
 def test_expectations_survive_the_header(expected: Expectations) -> None:

@@ -12,7 +12,11 @@ from tests.package.tree import ROOT, project_files, shown
 
 DOCUMENTS = [path for path in project_files() if path.suffix == ".md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
-LAST = {"run": "fsdp-conformance run torch.fully_shard", "tests": "pytest -n auto"}
+LAST = {
+    "run": "fsdp-conformance run torch.fully_shard --variant default"
+    " --expect docs/findings/expected.txt",
+    "tests": "pytest -n auto",
+}
 
 
 def command(name: str, *part: str) -> str:

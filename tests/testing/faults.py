@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import unittest
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,8 @@ class Faults(FSDPTest):
 
     def out_of_memory(self) -> None:
         if self.rank == 1:
-            used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            used = pages * os.sysconf("SC_PAGE_SIZE")
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
             torch.ones(2**28)
         self.meet()

@@ -1,0 +1,181 @@
+"""Test classes in the styles that users write; run by `test_fsdp_test` and by pytest itself."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from parameterized import parameterized
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from conformance.testing import (
+    DummyProcessGroup,
+    FSDPTest,
+    _assert_module_states,
+    _broadcast_state_dict,
+    _zero_model,
+    get_full_params,
+    instantiate_parametrized_tests,
+    parametrize,
+    skip_if_lt_x_gpu,
+    subtest,
+    subtest_name,
+    with_comms,
+)
+
+PHASES = (Phase.generate, Phase.shrink)
+
+
+@instantiate_parametrized_tests
+class TestSamples(FSDPTest):
+    """Every test of it passes, except those that say otherwise by their name."""
+
+    world_size = 2
+    device_type = "cpu"
+    prepared: torch.Tensor
+    on_class: ClassVar[int] = 0
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        cls.on_class += 1
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.prepared = torch.full((3,), float(self.rank + 1), device=self.device)
+
+    def test_every_rank_has_its_place(self) -> None:
+        assert (self.world_size, dist.get_world_size()) == (2, 2)
+        assert self.rank == dist.get_rank() == self.process_group.rank()
+        assert self.device == torch.device("cpu")
+        dist.all_reduce(self.prepared)
+        self.assertEqual(self.prepared, torch.full((3,), 3.0))
+
+    def test_set_up_class_stays_in_the_controller(self) -> None:
+        assert type(self).on_class == 0
+
+    def test_output_reaches_the_controller(self) -> None:
+        os.write(1, f"written by rank {self.rank}\n".encode())
+
+    def test_skips_on_all_ranks(self) -> None:
+        self.skipTest("nowhere")
+
+    def test_fails(self) -> None:
+        self.assertEqual(self.prepared, torch.zeros(3))
+
+    def test_fails_across_ranks(self) -> None:
+        self.assertEqualAcrossRanks(self.prepared, "prepared")
+
+    def test_fails_because_ranks_are_equal(self) -> None:
+        self.assertDifferentAcrossRanks(torch.ones(2))
+
+    def test_fails_because_one_rank_raises_nothing(self) -> None:
+        with self.assertRaisesOnAllRanks(ValueError, "reason"):
+            if self.rank == 0:
+                raise ValueError("a reason")
+
+    def test_compares_across_ranks(self) -> None:
+        self.assertEqualAcrossRanks({"a": torch.ones(2), "b": ["x", 1]})
+        self.assertDifferentAcrossRanks(self.prepared)
+        assert self.gatherAcrossRanks(self.rank) == [0, 1]
+        with self.assertRaisesOnAllRanks(ValueError, "reason"):
+            raise ValueError("a reason")
+
+    def test_runs_subtests(self) -> None:
+        seen: list[tuple[int, str, str]] = []
+
+        def body(prefix: str, *, number: int, word: str) -> None:
+            seen.append((number, word, prefix))
+
+        self.run_subtests({"number": [1, 2], "word": ["x", "y"]}, body, "p")
+        assert seen == [(1, "x", "p"), (1, "y", "p"), (2, "x", "p"), (2, "y", "p")]
+
+    def test_fails_in_a_subtest(self) -> None:
+        def body(number: int) -> None:
+            assert number < 2
+
+        self.run_subtests({"number": [1, 2, 3]}, body)
+
+    @skip_if_lt_x_gpu(2)
+    @with_comms
+    def test_runs_on_the_cpu_without_accelerators(self) -> None:
+        dist.barrier()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=False)
+    def test_skips_on_the_cpu(self) -> None:
+        raise AssertionError("ran")
+
+    @with_comms(backend="mpi")
+    def test_fails_for_another_backend(self) -> None:
+        raise AssertionError("ran")
+
+    @parametrize("number", [1, 2])
+    @parametrize("flag,word", [(True, "x"), subtest((False, "y"), name="named")])
+    def test_grid(self, number: int, flag: bool, word: str) -> None:  # noqa: FBT001
+        assert (number in (1, 2), (flag, word) in ((True, "x"), (False, "y"))) == (True, True)
+
+    @parametrize("mode", [None, "a"], name_fn=functools.partial(subtest_name, {"a": "first"}))
+    def test_named(self, mode: str | None) -> None:
+        assert mode in (None, "a")
+
+    @parameterized.expand([("one", 1), ("two", 2)])
+    def test_expanded(self, name: str, number: int) -> None:
+        assert (name, number) in (("one", 1), ("two", 2))
+
+    @settings(max_examples=10)
+    @given(st.integers(0, 1000), st.lists(st.booleans()))
+    def test_property(self, number: int, flags: list[bool]) -> None:
+        self.assertEqualAcrossRanks([number, flags])
+
+    @settings(max_examples=20, database=None, derandomize=True, phases=PHASES)
+    @given(st.integers(0, 100))
+    def test_fails_from_37_on(self, number: int) -> None:
+        assert self.rank == 0 or number < 37
+
+    def test_expectation(self) -> None:
+        self.assertExpectedInline(f"rank {self.rank}", """rank 0""")
+
+    def test_fails_an_expectation(self) -> None:
+        self.assertExpectedInline(f"rank {self.rank}", """rank 1""")
+
+    def test_helpers(self) -> None:
+        torch.manual_seed(self.rank)
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        with self.assertRaisesOnAllRanks(AssertionError):
+            _assert_module_states(model, self.process_group, self.assertEqual)
+        model.load_state_dict(_broadcast_state_dict(self.rank, model.state_dict()))
+        _assert_module_states(model, self.process_group, self.assertEqual)
+        wrapped = DistributedDataParallel(model)
+        full = get_full_params(wrapped)
+        self.assertEqual(full, list(model.parameters()))
+        _zero_model(wrapped, zero_buffers=True)
+        assert all(not value.any() for value in model.state_dict().values())
+        assert full[0].any()
+
+    def test_dummy_group(self) -> None:
+        group = DummyProcessGroup(self.rank, 2)
+        assert (group.rank(), group.size()) == (self.rank, 2)
+        assert group.allreduce(torch.ones(1)).get_future().done()
+
+
+class TestFreshSamples(FSDPTest):
+    """Fresh ranks: nothing of one test is left for the next."""
+
+    world_size = 3
+    device_type = "cpu"
+    fresh = True
+    seen: ClassVar[list[int]] = []
+
+    def test_first(self) -> None:
+        self.seen.append(1)
+        assert len(self.seen) == 1
+
+    def test_second(self) -> None:
+        self.seen.append(1)
+        assert (len(self.seen), self.world_size) == (1, dist.get_world_size())

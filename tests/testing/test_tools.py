@@ -1,0 +1,124 @@
+"""`FSDPTest` under pytest with workers, `expecttest` in update mode, and a controller that dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+EXPECTATIONS = '''
+from conformance.testing import FSDPTest, run_tests
+
+
+class TestExpected(FSDPTest):
+    world_size = 2
+    device_type = "cpu"
+
+    def test_one(self):
+        self.assertExpectedInline(f"a\\nb {self.rank}", """""")
+
+    def test_two(self):
+        self.assertExpectedInline(f"c {self.rank}", """old""")
+
+
+if __name__ == "__main__":
+    run_tests()
+'''
+
+WAITING = """
+import os, time
+from conformance.testing import FSDPTest, run_tests
+
+class TestWaiting(FSDPTest):
+    world_size = 2
+    device_type = "cpu"
+
+    def test_it(self):
+        with open({path!r}, "a") as file:
+            file.write(f"{{os.getpid()}} {{os.getppid()}}\\n")
+        time.sleep(300)
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTEST_ADDOPTS": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_pytest_with_workers_finds_the_same_outcomes() -> None:
+    done = run("-m", "pytest", "-q", "-rA", "-n", "2", "-p", "no:cacheprovider", "-k", "not 37",
+               "tests/testing/samples.py")  # fmt: skip
+    failed = set(re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE))
+    passed = set(re.findall(r"^PASSED \S+::(\w+)", done.stdout, re.MULTILINE))
+    assert failed == {name for name in failed | passed if "fail" in name}, done.stdout
+    assert len(failed) == 7
+    assert {"test_expanded_0_one", "test_grid_number_1_named", "test_property"} <= passed
+    assert "2 skipped" in done.stdout
+    assert done.returncode == 1
+
+
+def test_expectations_are_written_into_the_source(tmp_path: Path) -> None:
+    file = tmp_path / "expected.py"
+    file.write_text(EXPECTATIONS)
+    update = run(str(file), cwd=tmp_path, EXPECTTEST_ACCEPT="1")
+    assert update.returncode == 0, update.stderr
+    text = file.read_text()
+    assert '"""\\\na\nb 0"""' in text
+    assert '"""c 0"""' in text
+    after = run(str(file), cwd=tmp_path)
+    assert after.returncode == 0, after.stderr
+
+
+def test_no_rank_survives_its_controller(tmp_path: Path) -> None:
+    controllers = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        file = tmp_path / f"waiting_{number.name}.py"
+        pids = tmp_path / number.name
+        file.write_text(WAITING.format(path=str(pids)))
+        process = subprocess.Popen(
+            [sys.executable, str(file)],
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        controllers[number] = (process, pids)
+    ranks = {number: _ranks_of(pids) for number, (_, pids) in controllers.items()}
+    for number, (process, _) in controllers.items():
+        process.send_signal(number)
+    time.sleep(5)
+    for number, (process, _) in controllers.items():
+        assert process.poll() is not None, number
+        assert [pid for pid in ranks[number] if _alive(pid)] == [], number
+
+
+def _ranks_of(path: Path) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) == 2:
+            return [int(pid) for line in lines for pid in line.split()]
+        time.sleep(0.1)
+    pytest.fail("the ranks did not start")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
