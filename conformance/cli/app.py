@@ -36,7 +36,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, or the type of the acceler
 Timeout = Annotated[float, typer.Option(help="Seconds after which one case is ended.")]
 Seed = Annotated[int, typer.Option(help="Of every random number.")]
 Jobs = Annotated[
-    int | None, typer.Option(help="Cases at once; by default cores (or accelerators) // world.")
+    int | None, typer.Option(help="Cases at once; by default what cores or accelerators allow.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing but the report.")]
 

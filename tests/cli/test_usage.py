@@ -149,7 +149,7 @@ def test_more_ranks_than_accelerators_are_refused_with_the_remedy(monkeypatch) -
 
 
 @pytest.mark.parametrize(
-    ("device", "world", "jobs"), [("cpu", 2, 3), ("cpu", 8, 1), ("xpu", 2, 2), ("xpu", 4, 1)]
+    ("device", "world", "jobs"), [("cpu", 2, 4), ("cpu", 8, 1), ("xpu", 2, 2), ("xpu", 4, 1)]
 )
 def test_jobs_share_cores_or_accelerators(monkeypatch, device: str, world: int, jobs: int) -> None:
     monkeypatch.setattr(machine, "accelerator", lambda: ("xpu", 4))

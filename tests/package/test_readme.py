@@ -44,10 +44,10 @@ def test_a_command_is_sound_shell(name: str) -> None:
     subprocess.run(["bash", "-n", "-c", command(name)], check=True)
 
 
-@pytest.mark.parametrize("name", LAST)
-def test_the_continuous_check_runs_the_command(name: str) -> None:
+def test_the_continuous_check_runs_the_test_command_and_the_kill_diagonal() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.search(rf"^stage .* readme {name} main$", script, re.M)
+    assert re.search(r"^stage .* readme tests main$", script, re.M)
+    assert re.search(r"^stage .*/fsdp-conformance\" selftest$", script, re.M)
 
 
 def test_an_unknown_command_is_refused() -> None:
