@@ -72,7 +72,8 @@ def project(tmp_path_factory) -> Path:
 def start(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        # -P: the project's folder is not importable unless pytest or the suite makes it so
+        [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=project,
         env={**environment, "BUILT": str(project / "built")},
         capture_output=True,
@@ -176,12 +177,14 @@ def test_an_adapter_that_ranks_cannot_import_is_refused() -> None:
     ],
 )
 def test_every_verdict_has_its_outcome(verdict: str, outcome: type[BaseException] | None) -> None:
-    found = judged(verdict, sentence="what was seen")
-    if outcome is None:
-        settle(found, Expectations())
-        return
-    with pytest.raises(outcome, match="what was seen"):
-        settle(found, Expectations())
+    # by hand: a skip that `pytest.raises` does not expect would skip this test
+    came: BaseException | None = None
+    try:
+        settle(judged(verdict, sentence="what was seen"), Expectations())
+    except (pytest.fail.Exception, pytest.skip.Exception) as error:
+        came = error
+    assert type(came) is (outcome or type(None))
+    assert came is None or "what was seen" in str(came)
 
 
 def test_an_unexpected_pass_fails() -> None:
