@@ -110,8 +110,9 @@ class RankPool:
             server = self._running_server()
             ranks = self._fork(server) if fresh else self._kept_ranks(server)
             try:
+                supervisor = Supervisor(server=server, ranks=ranks, timeout=timeout)
                 _send(ranks, job, kwargs, self._empty_directory(server), kept=not fresh)
-                outcome = Supervisor(server=server, ranks=ranks, timeout=timeout).watch()
+                outcome = supervisor.watch()
                 if fresh:
                     self._end(server, ranks)
                 else:

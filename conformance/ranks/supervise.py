@@ -84,7 +84,7 @@ class _Watched:
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Watches one job from the moment it was sent.
+    """Watches one job; made before the job is sent, since a rank may write and die at once.
 
     Attributes:
         server: where the ranks come from.
@@ -98,6 +98,14 @@ class Supervisor:
     _failed_at: float | None = None
     _moved_at: float = 0.0
     _counts: list[tuple[int, int]] = field(default_factory=list)
+    _watched: list[_Watched] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note where the output of earlier jobs ends."""
+        self._watched = [
+            _Watched(process=process, output=OutputFile(process.setup.output))
+            for process in self.ranks
+        ]
 
     def watch(self) -> Outcome:
         """Wait until every rank has reported or died, or the bound is reached.
@@ -106,7 +114,7 @@ class Supervisor:
         """
         started = time.monotonic()
         self._moved_at = started
-        watched = [_watched(process) for process in self.ranks]
+        watched = self._watched
         with selectors.DefaultSelector() as selector:
             selector.register(self.server.exits_fd, selectors.EVENT_READ)
             for item in watched:
@@ -221,10 +229,6 @@ class Supervisor:
             outputs=tuple(item.output.tail() for item in watched),
             seconds=now - started,
         )
-
-
-def _watched(process: RankProcess) -> _Watched:
-    return _Watched(process=process, output=OutputFile(process.setup.output))
 
 
 def _report(data: dict[str, Any]) -> RankReport:
