@@ -87,9 +87,14 @@ class _Rank:
         gc.collect()  # reference cycles hold wrappers, and they hold process groups
         gc.freeze()  # what is left belongs to modules that the job imported
         if dist.is_initialized():
-            for group in list(dist.distributed_c10d._world.pg_map):
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
+            made = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]
+            meshed = any(group.group_desc.startswith("mesh") for group in made)
+            for group in made:
+                dist.destroy_process_group(group)
+            if meshed:
+                # DTensor's caches, some of them below Python, answer for an equal mesh of a later
+                # job with the groups of this one, which are gone
+                changed = [*changed, "process groups of a mesh, which DTensor remembers"]
         random = sys.modules.get("torch.distributed.tensor._random")
         if random is not None:
             vars(random)["_rng_tracker"] = (

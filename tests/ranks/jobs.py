@@ -318,3 +318,13 @@ def write_pids_and_wait(context: RankContext, *, path: str) -> None:
     with open(path, "a") as file:
         file.write(f"{os.getpid()} {child.pid} {os.getppid()}\n")
     time.sleep(300)
+
+
+def sum_on_a_mesh_of_two_dimensions(context: RankContext) -> float:
+    """Needs the groups of this job's own mesh; DTensor remembers equal ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    spread = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
+    return float(spread.sum().full_tensor())

@@ -30,3 +30,11 @@ def test_a_fresh_job_leaves_the_kept_ranks_alone(pool: RankPool) -> None:
     before = [value["pid"] for value in pool.run(Job.of(jobs.describe)).values]
     pool.run(Job.of(jobs.leave_changed, what="default dtype"), fresh=True)
     assert [value["pid"] for value in pool.run(Job.of(jobs.describe)).values] == before
+
+
+def test_ranks_are_replaced_after_a_mesh_whose_groups_dtensor_remembers(pool: RankPool) -> None:
+    for _ in range(2):
+        outcome = pool.run(Job.of(jobs.sum_on_a_mesh_of_two_dimensions))
+        assert outcome.verdict is RankVerdict.OK, outcome.sentence
+        assert outcome.values == (6.0, 6.0)
+        assert "process groups of a mesh" in str(pool.replaced)
