@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -148,10 +149,13 @@ class RankHistory:
 
     def find(self, what: str, where: Mapping[str, Any]) -> Observation | None:
         """The observation `what` at exactly `where`, if it was made."""
-        for seen in self.observations:
-            if seen.what == what and dict(seen.where) == dict(where):
-                return seen
-        return None
+        return self._found.get((what, frozenset(where.items())))
+
+    @cached_property
+    def _found(self) -> Mapping[tuple[str, frozenset[tuple[str, Any]]], Observation]:
+        """The first observation at each place."""
+        places = ((seen.what, frozenset(seen.where.items())) for seen in self.observations)
+        return dict(zip(reversed([*places]), reversed(self.observations), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +183,12 @@ class History:
 
     def find(self, rank: int, what: str, where: Mapping[str, Any]) -> Observation | None:
         """Rank `rank`'s observation, or ``None``."""
-        found = self.ranks[rank].find(what, where)
-        return self.ranks[0].find(what, where) if found is None and self.virtual else found
+        return self.ranks[self.holder(rank, what, where)].find(what, where)
+
+    def holder(self, rank: int, what: str, where: Mapping[str, Any]) -> int:
+        """The rank whose history holds rank `rank`'s observation, if there is one."""
+        shared = self.virtual and self.ranks[rank].find(what, where) is None
+        return 0 if shared else rank
 
     def get(self, rank: int, what: str, **where: Any) -> Any:
         """Rank `rank`'s value.

@@ -1,8 +1,8 @@
 """Which cases a run consists of. Data in, data out; nothing is built or run here.
 
-Options are crossed in full on the plain model. Every other model takes each value of each option
-once. A variant beyond an adapter's first shares most of its code with that one: it takes the plain
-model in full, and the others for one training and one checkpoint each.
+Options are crossed in full on the plain model. How much the other models take is a `Depth`: by
+default each value of each option once; a variant beyond an adapter's first shares most of its code
+with that one, and takes one training and one checkpoint of each model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,27 @@ SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io"})
 
 
 class Depth(Enum):
-    """How many cases each model but the plain one takes."""
+    """How many cases each model but the plain one takes.
 
-    FULL = "all combinations of options"
-    WIDE = "each value of each option once"
-    NARROW = "one training and one checkpoint"
+    NARROW: one training and one checkpoint. WIDE: each value of each option once. FULL: all
+    combinations of options.
+    """
+
+    NARROW = "narrow"
+    WIDE = "wide"
+    FULL = "full"
+
+
+def depth_named(name: str) -> Depth:
+    """The depth called `name`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return Depth(name)
+    except ValueError:
+        raise unknown("depth", name, [depth.value for depth in Depth]) from None
 
 
 TRAININGS: Mapping[Depth, tuple[tuple[str, int], ...]] = {

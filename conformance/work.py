@@ -41,6 +41,8 @@ class Selection:
         profiles: names of profiles; empty takes all.
         checks: patterns over check ids; empty takes all.
         models: patterns over model names; empty takes all.
+        depth: of every variant; ``None`` takes an adapter's first, or what `variant` names, wide
+            and the others narrow.
     """
 
     adapters: tuple[str, ...]
@@ -48,11 +50,13 @@ class Selection:
     profiles: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    depth: Depth | None = None
 
     @property
     def narrowed(self) -> bool:
         """Whether something that belongs to the adapters is left out."""
-        return bool(self.variant or self.profiles or self.checks or self.models)
+        narrow = self.depth is Depth.NARROW
+        return bool(narrow or self.variant or self.profiles or self.checks or self.models)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ def work_of(selection: Selection) -> Work:
     for variants in subjects:
         for index, (subject, adapter) in enumerate(variants):
             first = index == 0 or selection.variant is not None
-            depth = Depth.WIDE if first else Depth.NARROW
+            depth = selection.depth or (Depth.WIDE if first else Depth.NARROW)
             cases_of = plan(adapter.capabilities, checks, chosen, depth=depth)
             judged += [Item(subject=subject, planned=planned) for planned in cases_of]
             if index == 0:

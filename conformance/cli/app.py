@@ -52,6 +52,9 @@ def run(  # noqa: PLR0913 - one parameter an option
     profile: Annotated[list[str] | None, typer.Option(help="Profile of checks.")] = None,
     check: Annotated[list[str] | None, typer.Option(help="Pattern of checks.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Pattern of models.")] = None,
+    depth: Annotated[
+        str | None, typer.Option(help="narrow, wide or full: how far options are crossed.")
+    ] = None,
     expect: Annotated[Path | None, typer.Option(help="File of expected findings.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the log and the histories.")] = None,
     jobs: Jobs = None,
@@ -61,6 +64,7 @@ def run(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Judge adapters: every variant, every check, every model."""
     from conformance.cli.running import RunOptions, run_command
+    from conformance.plan import depth_named
     from conformance.work import Selection
 
     selection = Selection(
@@ -69,6 +73,7 @@ def run(  # noqa: PLR0913 - one parameter an option
         profiles=tuple(profile or ()),
         checks=tuple(check or ()),
         models=tuple(model or ()),
+        depth=None if depth is None else depth_named(depth),
     )
     options = RunOptions(
         world=world,

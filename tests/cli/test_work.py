@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from conformance.adapter import CAPABILITIES
+from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.errors import UsageError
 from conformance.models import cases
+from conformance.optimizers import OPTIMIZERS
 from conformance.plan import CHECKPOINTS, TRAININGS, Depth, plan, plan_probes, unclaimed
 from conformance.report.lines import Role
 from conformance.work import Selection, work_of
@@ -88,6 +92,27 @@ def test_the_control_comes_first_and_only_beside_other_adapters() -> None:
     assert Role.CONTROL not in {item.role for item in alone}
 
 
+def test_full_depth_crosses_every_variant_and_model_with_every_training() -> None:
+    items = work_of(Selection(adapters=(DDP,), depth=Depth.FULL)).items
+    crossed = {
+        (item.subject.variant, case.model, case.option("optimizer"), case.option("accumulation"))
+        for item in items
+        if (case := item.planned.case).scenario in ("train", "unused")
+    }
+    options = product(make_adapter(DDP)[0].variants, cases(), OPTIMIZERS, ("1", "3"))
+    assert crossed == set(options)
+
+
+def test_a_depth_is_that_of_every_variant() -> None:
+    def cases_of(variant: str, depth: Depth | None) -> int:
+        items = work_of(Selection(adapters=(DDP,), depth=depth)).items
+        return len([i for i in items if i.role is Role.JUDGED and i.subject.variant == variant])
+
+    first, other = list(make_adapter(DDP)[0].variants)[:2]
+    assert cases_of(first, None) == cases_of(first, Depth.WIDE) > cases_of(first, Depth.NARROW)
+    assert cases_of(other, None) == cases_of(other, Depth.NARROW) < cases_of(other, Depth.WIDE)
+
+
 def test_an_adapter_named_twice_is_judged_once() -> None:
     once = work_of(Selection(adapters=(DDP,)))
     assert work_of(Selection(adapters=(DDP, DDP))).items == once.items
@@ -119,9 +144,16 @@ def test_a_name_that_leads_to_nothing_is_wrong_usage(fields, message: str) -> No
 
 @pytest.mark.parametrize(
     "fields",
-    [{"variant": "*"}, {"profiles": ("core",)}, {"checks": ("*",)}, {"models": ("*",)}],
+    [
+        {"variant": "*"},
+        {"profiles": ("core",)},
+        {"checks": ("*",)},
+        {"models": ("*",)},
+        {"depth": Depth.NARROW},
+    ],
     ids=str,
 )
 def test_leaving_something_out_makes_a_run_narrow(fields) -> None:
     assert Selection(adapters=(DDP,), **fields).narrowed
     assert not Selection(adapters=(DDP,)).narrowed
+    assert not Selection(adapters=(DDP,), depth=Depth.FULL).narrowed

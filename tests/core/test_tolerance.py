@@ -39,6 +39,38 @@ def test_without_noise_the_bound_is_a_few_units_in_the_last_place() -> None:
     assert bound == pytest.approx(ULPS * torch.finfo(torch.float32).eps * 3.0, rel=1e-6)
 
 
+def of_ranks(*steps: list[float]) -> History:
+    """Per rank, what it observed at step 0, 1, …; a rank without values shares rank 0's."""
+    return History(
+        ranks=tuple(
+            RankHistory(
+                rank=rank,
+                observations=tuple(
+                    Observation(
+                        what="loss", where={"step": i}, value=torch.tensor(value), moment=(0, i)
+                    )
+                    for i, value in enumerate(values)
+                ),
+            )
+            for rank, values in enumerate(steps)
+        ),
+        virtual=True,
+    )
+
+
+def test_every_value_has_a_bound_of_its_own_and_ranks_share_that_of_a_shared_one() -> None:
+    still, moved = [1.0, 4.0], [3.0]
+    noisy = Oracle(
+        reference=of_ranks(still, moved),
+        double=of_ranks(still, [3.5]),
+        reversed=of_ranks([1.0, 6.0], moved),
+    )
+    bounds = [[noisy.bound(rank, "loss", {"step": step}) for step in (0, 1)] for rank in (0, 1)]
+    tiny = 1e-4
+    assert bounds[0] == pytest.approx([0.0, FACTOR * 2.0], abs=tiny)
+    assert bounds[1] == pytest.approx([FACTOR * 0.5, FACTOR * 2.0], abs=tiny)
+
+
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
     [
@@ -47,6 +79,8 @@ def test_without_noise_the_bound_is_a_few_units_in_the_last_place() -> None:
         ([math.nan], [1.0], math.inf),
         ([math.inf], [math.inf], 0.0),
         ([math.inf], [1.0], math.inf),
+        ([math.inf, 1.0], [math.inf, 3.0], 2.0),
+        ([math.inf, math.nan, 1.0], [math.inf, 0.0, 3.0], math.inf),
         ([], [], 0.0),
     ],
 )
