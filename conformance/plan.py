@@ -179,6 +179,9 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
     for scenario in SCENARIOS.values():
         if scenario.needs - capabilities:
             continue
+        # of a wide model only the live bytes say what a small one does not
+        if (scenario.name == "memory") != ("wide" in model.traits):
+            continue
         if scenario.name == training:
             for optimizer, accumulation in TRAININGS[depth]:
                 yield Case.of(model.name, training, optimizer=optimizer, accumulation=accumulation)

@@ -46,10 +46,19 @@ def test_every_value_of_every_option_stands_in_the_wide_table(table, option: int
     assert values(Depth.WIDE) == values(Depth.FULL)
 
 
-def test_every_model_is_trained_and_saved_at_every_depth() -> None:
+SMALL = [name for name, model in cases().items() if "wide" not in model.traits]
+
+
+def test_every_small_model_is_trained_and_saved_at_every_depth() -> None:
     for depth in Depth:
         seen = {(case.model, case.scenario.replace("unused", "train")) for case in planned(depth)}
-        assert {(m, s) for m in cases() for s in ("train", "checkpoint")} <= seen
+        assert {(m, s) for m in SMALL for s in ("train", "checkpoint")} <= seen
+
+
+def test_wide_models_are_there_for_live_bytes_and_for_nothing_else() -> None:
+    for depth in Depth:
+        memory = {c.model for c in planned(depth) if c.scenario == "memory"}
+        assert memory == {c.model for c in planned(depth)} - set(SMALL) != set()
 
 
 def test_every_check_judges_some_case_of_a_wrapper_that_claims_everything() -> None:
@@ -99,7 +108,7 @@ def test_full_depth_crosses_every_variant_and_model_with_every_training() -> Non
         for item in items
         if (case := item.planned.case).scenario in ("train", "unused")
     }
-    options = product(make_adapter(DDP)[0].variants, cases(), OPTIMIZERS, ("1", "3"))
+    options = product(make_adapter(DDP)[0].variants, SMALL, OPTIMIZERS, ("1", "3"))
     assert crossed == set(options)
 
 
