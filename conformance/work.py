@@ -41,6 +41,7 @@ class Selection:
         profiles: names of profiles; empty takes all.
         checks: patterns over check ids; empty takes all.
         models: patterns over model names; empty takes all.
+        cases: patterns over cases, such as ``*/train/*``; empty takes all.
         depth: of every variant; ``None`` takes an adapter's first, or what `variant` names, wide
             and the others narrow.
     """
@@ -50,13 +51,14 @@ class Selection:
     profiles: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
     depth: Depth | None = None
 
     @property
     def narrowed(self) -> bool:
         """Whether something that belongs to the adapters is left out."""
-        narrow = self.depth is Depth.NARROW
-        return bool(narrow or self.variant or self.profiles or self.checks or self.models)
+        names = (self.variant, self.profiles, self.checks, self.models, self.cases)
+        return any(names) or self.depth is Depth.NARROW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,7 @@ def work_of(selection: Selection) -> Work:
             if index == 0:
                 probes = plan_probes(adapter.capabilities, checks, chosen)
                 judged += [Item(subject=subject, planned=p, role=Role.PROBE) for p in probes]
+    judged = _matching(judged, selection.cases)
     if not any(item.role is Role.JUDGED for item in judged):
         raise UsageError("nothing to run: no selected check judges a selected model of the adapter")
     control: list[Item] = []
@@ -110,6 +113,19 @@ def work_of(selection: Selection) -> Work:
         ]
     every = tuple(pair for variants in subjects for pair in variants)
     return Work(subjects=every, checks=tuple(checks), items=(*control, *judged))
+
+
+def _matching(items: list[Item], patterns: Sequence[str]) -> list[Item]:
+    """The items whose case matches one of the patterns; all without patterns."""
+    cases = [str(item.planned.case) for item in items]
+    for pattern in patterns:
+        if not any(matches(case, pattern) for case in cases):
+            raise unknown("case", pattern, set(cases))
+    return [
+        item
+        for item, case in zip(items, cases, strict=True)
+        if not patterns or any(matches(case, pattern) for pattern in patterns)
+    ]
 
 
 def variants_of(adapter: str, pattern: str | None) -> list[Subject]:

@@ -52,6 +52,9 @@ def run(  # noqa: PLR0913 - one parameter an option
     profile: Annotated[list[str] | None, typer.Option(help="Profile of checks.")] = None,
     check: Annotated[list[str] | None, typer.Option(help="Pattern of checks.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Pattern of models.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Pattern of cases, such as '*/train/*'.")
+    ] = None,
     depth: Annotated[
         str | None, typer.Option(help="narrow, wide or full: how far options are crossed.")
     ] = None,
@@ -73,6 +76,7 @@ def run(  # noqa: PLR0913 - one parameter an option
         profiles=tuple(profile or ()),
         checks=tuple(check or ()),
         models=tuple(model or ()),
+        cases=tuple(case or ()),
         depth=None if depth is None else depth_named(depth),
     )
     options = RunOptions(

@@ -122,6 +122,14 @@ def test_a_depth_is_that_of_every_variant() -> None:
     assert cases_of(other, None) == cases_of(other, Depth.NARROW) < cases_of(other, Depth.WIDE)
 
 
+def test_cases_are_chosen_by_pattern_and_the_control_stays() -> None:
+    items = work_of(Selection(adapters=("torch.fully_shard",), cases=("*/two_forwards",))).items
+    chosen = {str(i.planned.case) for i in items if i.role is not Role.CONTROL}
+    assert "mlp/two_forwards" in chosen
+    assert {case.partition("/")[2] for case in chosen} == {"two_forwards"}
+    assert Role.CONTROL in {item.role for item in items}
+
+
 def test_an_adapter_named_twice_is_judged_once() -> None:
     once = work_of(Selection(adapters=(DDP,)))
     assert work_of(Selection(adapters=(DDP, DDP))).items == once.items
@@ -142,6 +150,7 @@ def test_only_completion_can_be_asked_of_every_case() -> None:
         ({"checks": ("losses.valu",)}, "did you mean losses.value"),
         ({"models": ("mpl",)}, "did you mean mlp"),
         ({"profiles": ("cor",)}, "did you mean core"),
+        ({"cases": ("mlp/trian/*",)}, r"no case 'mlp/trian/\*'; did you mean mlp/"),
         ({"checks": ("state_dict.*",), "models": ("none",)}, "no model 'none'"),
     ],
     ids=lambda value: str(value)[:40],
@@ -158,6 +167,7 @@ def test_a_name_that_leads_to_nothing_is_wrong_usage(fields, message: str) -> No
         {"profiles": ("core",)},
         {"checks": ("*",)},
         {"models": ("*",)},
+        {"cases": ("*",)},
         {"depth": Depth.NARROW},
     ],
     ids=str,
