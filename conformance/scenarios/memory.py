@@ -9,11 +9,11 @@ from conformance.per_rank import each
 from conformance.scenarios.live_bytes import Meter, metering
 from conformance.scenarios.run import Run
 
-STEPS = 4
+STEPS = 5
 
 
 def memory(run: Run) -> None:
-    """Four steps, each followed by an evaluation; live bytes after each part.
+    """Five steps, each followed by an evaluation; live bytes after each part.
 
     Until the last reading nothing else is recorded: a history keeps the tensors that it is given.
     """

@@ -148,14 +148,24 @@ def test_one_byte_more_a_step_is_growth() -> None:
     found = first_mismatch("memory.growth", live(growth=1))
     assert found is not None
     assert found.cause is Cause.NOT_FREED
-    assert (found.where["step"], found.where["place"]) == (2, "forward")
+    assert (found.where["step"], found.where["place"]) == (3, "forward")
 
 
-def test_the_first_step_may_make_the_optimizers_state() -> None:
+@pytest.mark.parametrize("step", [0, 1], ids=["optimizer state", "buckets laid out anew"])
+def test_what_is_made_once_in_the_first_steps_is_no_growth(step: int) -> None:
     told = live()
-    for place in ("forward", "backward"):
-        told.instead("live_bytes", 100, step=0, place=place)
+    for earlier in range(step + 1):
+        for place in ("forward", "backward"):
+            told.instead("live_bytes", 100, step=earlier, place=place)
     assert cause("memory.growth", told) is None
+
+
+def test_growth_in_the_last_step_alone_is_growth() -> None:
+    told = live()
+    told.instead("live_bytes", RESIDENT, step=STEPS - 1, place="eval")
+    found = first_mismatch("memory.growth", told)
+    assert found is not None
+    assert found.where["step"] == STEPS - 1
 
 
 def test_the_meter_counts_each_storage_once_and_forgets_it_when_it_is_freed() -> None:
