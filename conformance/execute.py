@@ -163,6 +163,50 @@ def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
             SCENARIOS[case.scenario].program(run)
 
 
+def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
+    """Run one case three times with the baseline wrapper, on all ranks of the run.
+
+    *Collective* over the default group. In the run with the other order of additions, the last
+    process plays rank 0.
+    """
+    from conformance.baseline import Baseline
+
+    case = Case.parse(request.case)
+    for name, flavour in ORACLE_RUNS.items():
+        directory = Path(request.directory) / name
+        adapter = Baseline(
+            request.world,
+            request.conventions,
+            frozenset(request.capabilities),
+            reverse=flavour.reverse,
+        )
+        torch.manual_seed(rank_seed(request.seed, adapter.rank))
+        with HistoryWriter(directory, adapter.rank, {"world": request.world}) as writer:
+            run = OracleRun(
+                adapter=adapter,
+                case=case,
+                model=models.case(case.model),
+                writer=writer,
+                batch=own_batches(request, adapter.rank, context.device, flavour.dtype),
+                device=context.device,
+                world=request.world,
+                scratch=directory,
+                dtype=flavour.dtype,
+                suspects=flavour.suspects,
+            )
+            SCENARIOS[case.scenario].program(run)
+
+
+def own_batches(
+    request: OracleRequest, rank: int, device: torch.device, dtype: torch.dtype
+) -> Callable[[int, int], models.Batch]:
+    """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype`."""
+    model = models.case(Case.parse(request.case).model)
+    return lambda step, micro: cast_floating(
+        models.move(model.batch(rank, step, micro), device), dtype
+    )
+
+
 def virtual_batches(
     request: OracleRequest, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int, int], PerRank]:

@@ -38,6 +38,7 @@ def header(
         "hardware": hardware(),
         "world": setting.world,
         "device": setting.device,
+        "baseline": setting.baseline,
         "seed": setting.seed,
         "timeout": setting.timeout,
         "narrowed": selection.narrowed,

@@ -82,6 +82,12 @@ class HistoryWriter:
         self._position = 0
         self._line({"kind": "header", "schema": SCHEMA_VERSION, "rank": rank, **header})
 
+    def __enter__(self) -> HistoryWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def begin_phase(self, name: str) -> None:
         """Everything written from here on belongs to phase `name`."""
         self._phase += 1

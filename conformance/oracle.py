@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conformance import models
 from conformance.adapter import (
     CAPABILITIES,
     Adapter,
@@ -224,6 +225,21 @@ class VirtualRanks(Adapter):
         model, optimizer = self._saved[directory]
         self.load_model_state(w, "full", model)
         self.load_optim_state(w, "full", optimizer)
+
+    def losses_of(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> PerRank:
+        """Every rank's loss, outside any rank's random numbers."""
+        return PerRank(tuple(loss_fn(module, b) for b in batch.values))
+
+    def big_batch(
+        self, w: Wrapped, module: nn.Module, batches: Sequence[Any], loss_fn: LossFn
+    ) -> list[Tensor | None]:
+        """Reduced gradient of one batch that holds all `batches` of a rank."""
+        parameters = trainable(module)
+        of_rank: list[list[Tensor | None]] = []
+        for rank in range(self.world):
+            loss = loss_fn(module, models.concatenate([b.values[rank] for b in batches]))
+            of_rank.append(list(torch.autograd.grad(loss, parameters, allow_unused=True)))
+        return self.reduced(w, of_rank)
 
     def rank_gradients(self, w: Wrapped) -> PerRank:
         """Every rank's own gradients before reduction, FQN to tensor."""

@@ -1,19 +1,39 @@
-"""The oracle's run of a scenario: the common program, plus what helps to name a defect's cause."""
+"""A run of a scenario for the truth: the common program, plus what helps to name a cause."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from conformance import models
-from conformance.adapter import Wrapped, named_parameters, to_cpu
-from conformance.oracle import VirtualRanks, trainable
-from conformance.per_rank import PerRank
+from conformance.adapter import LossFn, Wrapped, named_parameters, to_cpu
+from conformance.oracle import trainable
 from conformance.scenarios.run import Clip, Run, Watch
+
+
+class Truth(Protocol):
+    """What an adapter offers that says what is right: the oracle's, or the baseline's on one rank.
+
+    What differs between ranks is `PerRank` in the oracle.
+    """
+
+    def losses_of(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> Any:
+        """The loss of `module`, which is not the wrapped one."""
+
+    def big_batch(
+        self, w: Wrapped, module: nn.Module, batches: Sequence[Any], loss_fn: LossFn
+    ) -> list[Tensor | None]:
+        """Reduced gradient of the trainable parameters for one batch that holds all `batches`."""
+
+    def rank_gradients(self, w: Wrapped) -> Any:
+        """Each rank's own gradients before reduction, FQN to tensor."""
+
+    def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
+        """What reduction would leave if the newest micro-batch were the only one."""
 
 
 @dataclass(kw_only=True)
@@ -27,14 +47,14 @@ class OracleWatch(Watch):
         """See `Watch`."""
         super().__call__(moment, index)
         if moment == "gradients":
-            oracle = cast(VirtualRanks, self.run.adapter)
-            self.of_rank = oracle.rank_gradients(self.wrapped)
-            self.last_micro = oracle.reduced_last_micro(self.wrapped)
+            truth = cast(Truth, self.run.adapter)
+            self.of_rank = truth.rank_gradients(self.wrapped)
+            self.last_micro = truth.reduced_last_micro(self.wrapped)
 
 
 @dataclass(kw_only=True)
 class OracleRun(Run):
-    """A `Run` whose adapter is the oracle.
+    """A `Run` whose adapter is a `Truth`.
 
     Attributes:
         suspects: whether to record what defects would have produced; one of the three runs does.
@@ -52,7 +72,7 @@ class OracleRun(Run):
             super().train_step(w, step, clip)
             return
         self._stale_losses(w, step)
-        self._before = [p.detach().clone() for p in w.module.parameters()]
+        self._before = [p.detach().clone() for p in self.adapter.bare(w).parameters()]
         super().train_step(w, step, clip)
 
     def watch(self, w: Wrapped, step: int) -> Watch:
@@ -74,28 +94,22 @@ class OracleRun(Run):
         """Losses of this step's batches with the parameters of the step before."""
         if self._before is None:
             return
-        stale = copy.deepcopy(w.module)
+        truth = cast(Truth, self.adapter)
+        stale = copy.deepcopy(self.adapter.bare(w))
         with torch.no_grad(), torch.random.fork_rng():
             for parameter, value in zip(stale.parameters(), self._before, strict=True):
                 parameter.copy_(value)
             for micro, batch in enumerate(self.micro_batches(step)):
-                losses = PerRank(tuple(self.model.loss(stale, b) for b in batch.values))
+                losses = truth.losses_of(stale, batch, self.model.loss)
                 self.writer.write("stale_loss", losses, step=step, micro=micro)
 
     def _big_batch(self, w: Wrapped) -> dict[str, Tensor | None]:
         """Reduced gradient of one batch that holds all micro-batches of the step."""
-        module: nn.Module = copy.deepcopy(w.module)
-        oracle = cast(VirtualRanks, self.adapter)
-        micro = self.micro_batches(0)
-        parameters = trainable(module)
-        total: list[list[Tensor | None]] = []
+        module: nn.Module = copy.deepcopy(self.adapter.bare(w))
+        truth = cast(Truth, self.adapter)
         with torch.random.fork_rng():
-            for rank in range(self.world):
-                batch = models.concatenate([m.values[rank] for m in micro])
-                loss = self.model.loss(module, batch)
-                total.append(list(torch.autograd.grad(loss, parameters, allow_unused=True)))
-        reduced = oracle.reduced(w, total)
-        by_id = {id(p): gradient for p, gradient in zip(parameters, reduced, strict=True)}
+            reduced = truth.big_batch(w, module, self.micro_batches(0), self.model.loss)
+        by_id = {id(p): g for p, g in zip(trainable(module), reduced, strict=True)}
         return {
             fqn: None if by_id.get(id(p)) is None else to_cpu(cast(Tensor, by_id[id(p)]))
             for fqn, p in named_parameters(module)

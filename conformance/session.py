@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +23,14 @@ from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.checks import Check, Evidence
 from conformance.checks.registry import TRAINING
-from conformance.execute import ORACLE_RUNS, CaseRequest, OracleRequest, run_case, run_oracle
+from conformance.execute import (
+    ORACLE_RUNS,
+    CaseRequest,
+    OracleRequest,
+    run_baseline,
+    run_case,
+    run_oracle,
+)
 from conformance.history import History
 from conformance.judge import Judgement, Ran, judge
 from conformance.mutants import mutant_named
@@ -37,6 +44,27 @@ alone would cost every fresh rank two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What says what is right.
+
+    Attributes:
+        program: job that writes its three histories of a case.
+        cannot: scenarios that it is itself wrong in.
+    """
+
+    program: Callable[..., None]
+    cannot: frozenset[str] = frozenset()
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "oracle": Baseline(program=run_oracle),
+    # docs/findings/ddp-two-forwards.md
+    "ddp": Baseline(program=run_baseline, cannot=frozenset({"two_forwards"})),
+}
+"""By name: all ranks in one process, or DDP on the ranks of the run for what one cannot train."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """Where and how a run takes place.
 
@@ -46,6 +74,7 @@ class Setting:
         seed: of every random number.
         timeout: seconds after which one case is ended from outside.
         directory: where histories are kept.
+        baseline: name of what says what is right, one of `BASELINES`.
     """
 
     world: int = 2
@@ -53,6 +82,7 @@ class Setting:
     seed: int = 0
     timeout: float = 60.0
     directory: Path
+    baseline: str = "oracle"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +140,7 @@ class Stored:
     world: int
     device: str
     seed: int
+    baseline: str = "oracle"
 
     def write(self, directory: Path) -> None:
         """Write ``case.json``; it comes last, so a folder that has it is complete."""
@@ -228,6 +259,7 @@ class Session:
             world=setting.world,
             device=setting.device,
             seed=setting.seed,
+            baseline=setting.baseline,
         ).write(directory)
 
     def _oracle(self, case: Case, conventions: Conventions, capabilities: frozenset[str]) -> Path:
@@ -238,7 +270,10 @@ class Session:
         shown = sorted(c for c in capabilities if clips and c.startswith("clip."))
         conventions = relevant(conventions, models.case(case.model))
         key = json.dumps(
-            [str(case), setting.world, setting.device, setting.seed, asdict(conventions), shown]
+            [
+                *(str(case), setting.baseline, setting.world, setting.device, setting.seed),
+                *(asdict(conventions), shown),
+            ]
         )
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         directory = setting.directory / "oracle" / f"{slug(case)}-{digest}"
@@ -253,12 +288,13 @@ class Session:
                     seed=setting.seed,
                     directory=str(directory),
                 )
-                job = Job.of(run_oracle, request=request)
+                job = Job.of(BASELINES[setting.baseline].program, request=request)
                 # the ranks of the wrapper: a pool of its own would import torch once more
                 outcome = self._pool().run(job, timeout=setting.timeout)
                 if outcome.verdict is not RankVerdict.OK:
                     detail = next((r.traceback for r in outcome.reports if r and r.traceback), "")
-                    raise OracleFailed(f"the oracle failed on {case}: {outcome.sentence}\n{detail}")
+                    failed = f"the {setting.baseline} baseline failed on {case}"
+                    raise OracleFailed(f"{failed}: {outcome.sentence}\n{detail}")
                 (directory / "done").write_text(key)
         return directory
 
@@ -332,6 +368,8 @@ def repro_line(stored: Stored, check: str) -> str:
     subject = stored.subject
     id = finding_id(check, subject.adapter, subject.variant, stored.case, stored.seed)
     where = f"--world {stored.world} --device {stored.device}"
+    if stored.baseline != "oracle":
+        where += f" --baseline {stored.baseline}"
     planted = f" --mutant {subject.mutant}" if subject.mutant else ""
     return f"fsdp-conformance repro {shlex.quote(id)} {where}{planted}"
 

@@ -5,7 +5,7 @@ Knows adapters' claims and the plan. Runs nothing; every wrong name is an error 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from conformance.adapter import Adapter
@@ -76,8 +76,8 @@ class Work:
     items: tuple[Item, ...] = field(default=())
 
 
-def work_of(selection: Selection) -> Work:
-    """The work that a selection means.
+def work_of(selection: Selection, *, without: Collection[str] = ()) -> Work:
+    """The work that a selection means, without the scenarios named in `without`.
 
     Raises:
         UsageError: a name or pattern that leads to nothing.
@@ -102,6 +102,7 @@ def work_of(selection: Selection) -> Work:
             if index == 0:
                 probes = plan_probes(adapter.capabilities, checks, chosen)
                 judged += [Item(subject=subject, planned=p, role=Role.PROBE) for p in probes]
+    judged = [item for item in judged if item.planned.case.scenario not in without]
     judged = _matching(judged, selection.cases)
     if not any(item.role is Role.JUDGED for item in judged):
         raise UsageError("nothing to run: no selected check judges a selected model of the adapter")

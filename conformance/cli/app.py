@@ -35,6 +35,9 @@ World = Annotated[int, typer.Option(help="Number of ranks.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or the type of the accelerator.")]
 Timeout = Annotated[float, typer.Option(help="Seconds after which one case is ended.")]
 Seed = Annotated[int, typer.Option(help="Of every random number.")]
+Baseline = Annotated[
+    str, typer.Option(help="oracle, or ddp: what is right by DDP on the same ranks.")
+]
 Jobs = Annotated[
     int | None, typer.Option(help="Cases at once; by default what cores or accelerators allow.")
 ]
@@ -58,6 +61,7 @@ def run(  # noqa: PLR0913 - one parameter an option
     depth: Annotated[
         str | None, typer.Option(help="narrow, wide or full: how far options are crossed.")
     ] = None,
+    baseline: Baseline = "oracle",
     expect: Annotated[Path | None, typer.Option(help="File of expected findings.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the log and the histories.")] = None,
     jobs: Jobs = None,
@@ -82,6 +86,7 @@ def run(  # noqa: PLR0913 - one parameter an option
     options = RunOptions(
         world=world,
         device=device,
+        baseline=baseline,
         expect=expect,
         out=out,
         jobs=jobs,
@@ -108,13 +113,17 @@ def repro(
     id: Annotated[str, typer.Argument(help="Id of a finding, as every output shows it.")],
     world: World = 2,
     device: Device = "auto",
+    baseline: Baseline = "oracle",
     mutant: Annotated[str | None, typer.Option(help="A defect to plant first.")] = None,
     timeout: Timeout = 60.0,
 ) -> None:
     """Repeat one finding."""
     from conformance.cli.repeating import repro_command
 
-    raise typer.Exit(repro_command(id, world=world, device=device, mutant=mutant, timeout=timeout))
+    status = repro_command(
+        id, world=world, device=device, baseline=baseline, mutant=mutant, timeout=timeout
+    )
+    raise typer.Exit(status)
 
 
 @app.command()

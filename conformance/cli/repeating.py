@@ -10,7 +10,7 @@ from pathlib import Path
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.running import HISTORIES
+from conformance.cli.running import HISTORIES, known_baseline
 from conformance.errors import UsageError, unknown
 from conformance.expectations import Expectations
 from conformance.item import Item
@@ -38,7 +38,9 @@ from conformance.verdicts import COMPLETED, EXIT_OK, exit_status, parse_finding_
 from conformance.work import items_of_log, planned_again
 
 
-def repro_command(id: str, *, world: int, device: str, mutant: str | None, timeout: float) -> int:
+def repro_command(
+    id: str, *, world: int, device: str, baseline: str, mutant: str | None, timeout: float
+) -> int:
     """Run the case of one finding and judge it; returns the exit status of that finding.
 
     Raises:
@@ -46,9 +48,15 @@ def repro_command(id: str, *, world: int, device: str, mutant: str | None, timeo
     """
     item, wanted, seed = item_of(id, mutant)
     device = device_for(device, world)
+    known_baseline(baseline)
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
         setting = Setting(
-            world=world, device=device, seed=seed, timeout=timeout, directory=Path(name)
+            world=world,
+            device=device,
+            seed=seed,
+            timeout=timeout,
+            directory=Path(name),
+            baseline=baseline,
         )
         with leaving_on_interrupt(Path(name)), Session(setting) as session:
             matrix = Matrix(

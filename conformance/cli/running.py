@@ -12,7 +12,7 @@ from pathlib import Path
 
 from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.cli.show import Progress, progress_for
-from conformance.errors import UsageError
+from conformance.errors import UsageError, unknown
 from conformance.expectations import Expectations, read_expectations
 from conformance.header import header
 from conformance.item import Item
@@ -22,7 +22,7 @@ from conformance.report.junit import write_junit
 from conformance.report.lines import LOG_NAME, Role
 from conformance.report.log import RunLog
 from conformance.report.text import report_text
-from conformance.session import Session, Setting
+from conformance.session import BASELINES, Session, Setting
 from conformance.work import Selection, Work, work_of
 
 HISTORIES = "histories"
@@ -36,6 +36,7 @@ class RunOptions:
 
     world: int
     device: str
+    baseline: str
     expect: Path | None
     out: Path | None
     jobs: int | None
@@ -51,12 +52,13 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
         UsageError: before anything is written or started.
     """
     device = device_for(options.device, options.world)
+    known_baseline(options.baseline)
     if options.jobs is not None and options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs}: at least 1")
     if options.timeout <= 0:
         raise UsageError(f"--timeout {options.timeout:g}: more than 0 seconds")
     expectations = read_expectations(options.expect) if options.expect else Expectations()
-    work = work_of(selection)
+    work = work_of(selection, without=BASELINES[options.baseline].cannot)
     jobs = options.jobs or default_jobs(options.world, device)
     with _folder(options.out) as folder:
         setting = Setting(
@@ -65,6 +67,7 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             seed=options.seed,
             timeout=options.timeout,
             directory=folder / HISTORIES,
+            baseline=options.baseline,
         )
         fields = header(work, selection, setting, expectations, command)
         kept = options.out is not None
@@ -82,6 +85,16 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             write_junit(log.log, folder / "junit.xml")
         sys.stdout.write(report_text(log.log))
     return status
+
+
+def known_baseline(name: str) -> None:
+    """Refuse a baseline that there is not.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name not in BASELINES:
+        raise unknown("baseline", name, BASELINES)
 
 
 def judge_all(

@@ -24,7 +24,7 @@ def report_text(log: Log) -> str:
     blocks = [
         *(family_text(family) for family in families(log.reported)),
         undecided_text(log.reported),
-        control_text(log.reported),
+        control_text(log.reported, log.header.get("baseline", "oracle")),
         *(summary_text(log.reported, label) for label in shown),
         matrix_text(log.reported, shown, WIDTH),
         claims_text(log.reported),
@@ -88,8 +88,8 @@ def undecided_text(reported: Sequence[Reported]) -> str:
     return "\n".join(lines)
 
 
-def control_text(reported: Sequence[Reported]) -> str:
-    """Whether the baseline wrapper agrees with the oracle."""
+def control_text(reported: Sequence[Reported], truth: str = "oracle") -> str:
+    """Whether the baseline wrapper agrees with what the run takes for right."""
     control = [item.finding for item in reported if item.role is Role.CONTROL]
     if not control:
         return ""
@@ -97,7 +97,8 @@ def control_text(reported: Sequence[Reported]) -> str:
     name = control[0].adapter
     cases = number(len({f.case for f in control}), "plain case")
     if not bad:
-        agrees = f"control: {name} agrees with the oracle on {cases}{_worst(control)}"
+        words = "the oracle" if truth == "oracle" else f"the {truth} baseline"
+        agrees = f"control: {name} agrees with {words} on {cases}{_worst(control)}"
         return "\n".join(indented(agrees, 0))
     first = bad[0]
     lines = indented(
@@ -144,6 +145,8 @@ def verdict_text(log: Log) -> str:
     total = counts(log.reported)
     verdicts = ", ".join(f"{n} {verdict}" for verdict, n in total.items()) or "nothing judged"
     setting = f"{number(log.header['world'], 'rank')} on {log.header['device']}"
+    if log.header.get("baseline", "oracle") != "oracle":
+        setting += f", baseline {log.header['baseline']}"
     if log.footer is None:
         return f"PARTIAL: the run did not come to its end; so far {verdicts} ({setting})"
     stale = log.footer["stale_expectations"]

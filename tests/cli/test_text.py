@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import expecttest
 
 from conformance.causes import Cause
@@ -26,6 +28,13 @@ def scaled(case: str = CASE, **fields: object) -> Finding:
         moment=(1, 3),
         **fields,
     )
+
+
+def test_a_baseline_other_than_the_oracle_is_named() -> None:
+    log = log_of([judged(), control()])
+    text = report_text(replace(log, header={**log.header, "baseline": "ddp"}))
+    assert "agrees with the ddp baseline on 1 plain case" in text
+    assert "(2 ranks on cpu, baseline ddp)" in text
 
 
 class TestReport(expecttest.TestCase):

@@ -34,6 +34,7 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--check", "gradients.valu"], "did you mean gradients.value"),
         ([*RUN, "--model", "mpl"], "did you mean mlp"),
         ([*RUN, "--profile", "cor"], "did you mean core"),
+        ([*RUN, "--baseline", "dpd"], "no baseline 'dpd'; did you mean ddp"),
         ([*RUN, "--depth", "ful"], "no depth 'ful'; did you mean full"),
         ([*RUN, "--world", "0"], "--world 0: a run needs at least 1 rank"),
         ([*RUN, "--world", "two"], "--world"),

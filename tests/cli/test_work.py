@@ -130,6 +130,13 @@ def test_cases_are_chosen_by_pattern_and_the_control_stays() -> None:
     assert Role.CONTROL in {item.role for item in items}
 
 
+def test_scenarios_in_which_the_baseline_is_wrong_are_left_out() -> None:
+    every = work_of(Selection(adapters=("torch.fully_shard",))).items
+    fewer = work_of(Selection(adapters=("torch.fully_shard",)), without={"two_forwards"}).items
+    left = [item for item in every if item.planned.case.scenario != "two_forwards"]
+    assert list(fewer) == left != list(every)
+
+
 def test_an_adapter_named_twice_is_judged_once() -> None:
     once = work_of(Selection(adapters=(DDP,)))
     assert work_of(Selection(adapters=(DDP, DDP))).items == once.items
