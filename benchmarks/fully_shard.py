@@ -1,21 +1,30 @@
 """Ours beside torch.distributed.fsdp.fully_shard: interleaved rounds of the same training.
 
     python benchmarks/fully_shard.py --world 2 --blocks 8 --dim 64
+    python benchmarks/fully_shard.py --preset host_bound --device TYPE --out FILE.json
 
 Prints, per implementation, the median milliseconds of forward, backward and optimizer over all
 rounds, the spread (half the distance between quartiles), peak device memory where there is one,
-and the ratio of the medians of a step, ours over torch's. "bare" trains without any wrapper.
+and the ratios of the medians of a step and of the peaks, ours over torch's. "bare" trains without
+any wrapper. One model is there at a time: a round builds it anew, so that a peak is its own.
+
+`--out` writes every step's seconds and the machine as JSON, and the printed table beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import os
+import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +37,17 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp import MixedPrecisionPolicy, fully_shard
 
 PHASES = ("forward", "backward", "optimizer")
+PRESETS: dict[str, dict[str, Any]] = {
+    "cpu": {"blocks": 8, "dim": 64, "heads": 4, "vocabulary": 256, "batch": 1, "length": 16},
+    "host_bound": {
+        "blocks": 48, "dim": 1024, "heads": 16, "vocabulary": 32000,
+        "batch": 1, "length": 1024, "bf16": True,
+    },
+    "compute_bound": {
+        "blocks": 24, "dim": 2048, "heads": 16, "vocabulary": 32000,
+        "batch": 8, "length": 1024, "bf16": True,
+    },
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -78,18 +98,30 @@ class Times:
 
 
 class Trainee:
-    """One implementation with its own model and optimizer."""
+    """One implementation; its model and optimizer exist between ``build`` and ``release``."""
 
     def __init__(self, name: str, args: argparse.Namespace, device: torch.device) -> None:
+        self.name, self.args, self.device = name, args, device
+        self.times = Times()
+        self.losses: list[float] = []
+        self.model: Any = None
+        self.optimizer: Any = None
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (args.batch, args.length)
+        self.tokens = torch.randint(args.vocabulary, shape, generator=generator).to(device)
+
+    def build(self) -> None:
+        args, device = self.args, self.device
         torch.manual_seed(0)
-        model = GPT(args.vocabulary, args.dim, args.blocks, args.heads).to(device)
+        with device:
+            model = GPT(args.vocabulary, args.dim, args.blocks, args.heads)
         dtype = torch.bfloat16 if args.bf16 else None
         wraps: dict[str, tuple[Callable[..., nn.Module], type]] = {
             "ours": (fully_shard, MixedPrecisionPolicy),
             "torch": (torch_fully_shard, TorchPolicy),
         }
-        if name in wraps:
-            wrap, policy = wraps[name]
+        if self.name in wraps:
+            wrap, policy = wraps[self.name]
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             options = {"mesh": mesh, "mp_policy": policy(param_dtype=dtype)}
             for block in model.blocks:
@@ -97,12 +129,15 @@ class Trainee:
             wrap(model, **options)
         elif dtype is not None:
             model.to(dtype)
-        self.model, self.device = model, device
+        self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.times = Times()
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        shape = (args.batch, args.length)
-        self.tokens = torch.randint(args.vocabulary, shape, generator=generator).to(device)
+
+    def release(self) -> None:
+        self.model = self.optimizer = None
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+            torch.accelerator.empty_cache()
 
     def now(self) -> float:
         if self.device.type != "cpu":
@@ -124,7 +159,9 @@ class Trainee:
                 self.times.phases[phase].append(end - start)
         return loss.item()
 
-    def round(self, steps: int) -> None:
+    def round(self, warmup: int, steps: int) -> None:
+        self.build()
+        self.losses = [self.step(record=False) for _ in range(warmup)]
         dist.barrier()
         on_device = self.device.type != "cpu"
         if on_device:
@@ -133,6 +170,7 @@ class Trainee:
             self.step(record=True)
         if on_device:
             self.times.peak = max(self.times.peak, torch.accelerator.max_memory_allocated())
+        self.release()
 
 
 def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
@@ -147,53 +185,70 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
         backend=dist.get_default_backend_for_device(device),
     )
     trainees = {name: Trainee(name, args, device) for name in args.implementations}
-    for trainee in trainees.values():
-        losses = [trainee.step(record=False) for _ in range(args.warmup)]
-        if rank == 0:
-            print(f"losses {losses[0]:.6f} .. {losses[-1]:.6f}")
     for _ in range(args.rounds):
         for trainee in trainees.values():
-            trainee.round(args.steps)
+            trainee.round(args.warmup, args.steps)
     if rank == 0:
         report(args, trainees, device)
     dist.destroy_process_group()
 
 
 def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch.device) -> None:
-    kind = torch.get_device_module(device).get_device_name() if device.type != "cpu" else "cpu"
-    print(f"torch {torch.__version__}, {args.world} ranks on {kind}, {vars(args)}")
-    print(f"{'':8}{'step':>9}{'spread':>9}" + "".join(f"{p:>11}" for p in PHASES) + f"{'MiB':>9}")
-    medians = {}
+    card = torch.get_device_module(device).get_device_name() if device.type != "cpu" else "cpu"
+    machine = {
+        "card": card,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    lines = [f"torch {torch.__version__}, {args.world} ranks on {card}, {vars(args)}"]
+    lines.append(
+        f"{'':8}{'step':>9}{'spread':>9}" + "".join(f"{p:>11}" for p in PHASES) + f"{'MiB':>9}"
+    )
+    medians, peaks = {}, {}
     for name, trainee in trainees.items():
-        steps = trainee.times.steps()
-        low, medians[name], high = statistics.quantiles(steps, n=4)
+        low, medians[name], high = statistics.quantiles(trainee.times.steps(), n=4)
+        peaks[name] = trainee.times.peak
         parts = [statistics.median(trainee.times.phases[phase]) for phase in PHASES]
         row = [medians[name], (high - low) / 2, *parts]
-        print(
+        lines.append(
             f"{name:8}"
             + "".join(f"{1e3 * v:{w}.2f}" for v, w in zip(row, (9, 9, 11, 11, 11), strict=True))
-            + f"{trainee.times.peak / 2**20:9.0f}"
+            + f"{peaks[name] / 2**20:9.0f}"
         )
+    for name, trainee in trainees.items():
+        lines.append(f"{name}: loss {trainee.losses[0]:.6f} .. {trainee.losses[-1]:.6f}")
     if {"ours", "torch"} <= medians.keys():
-        print(f"ours / torch: {medians['ours'] / medians['torch']:.3f}")
+        lines.append(f"ours / torch: step {medians['ours'] / medians['torch']:.3f}")
+        if peaks["torch"]:
+            lines[-1] += f", peak memory {peaks['ours'] / peaks['torch']:.3f}"
+    print("\n".join(lines))
+    if args.out is not None:
+        times = {n: {"seconds": t.times.phases, "peak": t.times.peak} for n, t in trainees.items()}
+        found = {"machine": machine, "options": vars(args) | {"out": str(args.out)}, "times": times}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--preset", choices=PRESETS, default="cpu", help="sizes of the model")
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=5)
+    for size in ("blocks", "dim", "heads", "vocabulary", "batch", "length"):
+        parser.add_argument(f"--{size}", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--bf16", action="store_true", default=None)
     parser.add_argument("--implementations", nargs="+", default=["ours", "torch", "bare"])
+    parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
     args = parser.parse_args()
+    for name, value in ({"bf16": False} | PRESETS[args.preset]).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, args=(args, os.path.join(folder, "rendezvous")), nprocs=args.world)
 

@@ -1,9 +1,11 @@
 """Sharded data parallel training: a reference implementation, small enough to read in a day.
 
-Reading order: ``composable`` (the public face), ``engine.unit`` (when things happen),
-``engine.param_group`` (what one group does), ``engine.layout`` (where every element lives),
-then the rest of ``engine``.
+Reading order: ``composable`` (the public face), ``engine.forward`` and ``engine.backward`` (when
+things happen), ``engine.param_group`` (what one group does), ``engine.layout`` (where every element
+lives), then the rest of ``engine``.
 """
+
+from typing import Any
 
 from fsdp.api import (
     AllGather,
@@ -14,17 +16,17 @@ from fsdp.api import (
     OffloadPolicy,
     ReduceScatter,
 )
-from fsdp.composable import (
+from fsdp.composable import fully_shard
+from fsdp.engine.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp.module import (
     FSDPModule,
     UnshardHandle,
     disable_fsdp_module_new_init,
-    fully_shard,
     get_cls_to_fsdp_cls,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp.dtensor import ShardPlacementResult
-from fsdp.engine.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp.placement import ShardPlacementResult
 
 __all__ = [
     "AllGather",
@@ -46,3 +48,14 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+_OF_CHECKPOINT = frozenset({"get_state_dict", "set_state_dict"})
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``fsdp.checkpoint`` at its first use: what it stands on takes a second to load."""
+    if name in _OF_CHECKPOINT:
+        from fsdp import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """The exposure of ``fully_shard``: one DTensor per parameter while it is sharded.
 
 Turns an original parameter into (plain local tensor, DTensor spec), and plain memory back into
-DTensors. Knows placements; knows nothing of collectives' order or of hooks.
+DTensors. Which placements they have is decided in ``placement.py``. No order, no hooks.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
+from fsdp.empty_shard import EmptyShard
 from fsdp.engine.layout import Extent, side_by_side
-from fsdp.engine.mesh import DataParallelMeshInfo, FSDPMeshInfo
+from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param import FSDPParam, ParamModuleInfo, uid_of
 from fsdp.engine.torch_private import (
     AsyncCollectiveTensor,
     DTensorSpec,
-    concatenate_meshes,
     dtensor_of,
     local_tensor,
     make_spec,
@@ -30,46 +28,27 @@ from fsdp.engine.torch_private import (
     set_local_tensor,
     spec_of,
     spec_with_dtype,
-    strided_shard,
 )
+from fsdp.placement import data_parallel_dims, sharding_spec
 
-_MAX_MODEL_PARALLEL_DIMS = 2
 
-
-@dataclass(frozen=True)
-class ShardPlacementResult:
-    """What a ``shard_placement_fn`` may return to choose placement and mesh.
+@dataclass(eq=False, slots=True, kw_only=True, repr=False)
+class DTensorParam(FSDPParam):
+    """A parameter that is a DTensor while its group is sharded.
 
     Attributes:
-        placement: the dim to shard on; None: dim 0.
-        mesh_info: over which ranks.
+        dim: the dim that is cut.
+        sharded: what is registered and what the optimizer steps on.
+        spec: mesh, placements and meta data of ``sharded``.
+        whole_spec: the same of the whole parameter under tensor parallelism; None: a plain tensor.
+        data_parallel_dims: dims of the parameter's mesh over which this package reduces.
     """
 
-    placement: Shard | None
-    mesh_info: FSDPMeshInfo
-
-
-ShardPlacementFnResult = Shard | ShardPlacementResult | None
-
-
-def resolve_placement(
-    result: ShardPlacementFnResult, info: DataParallelMeshInfo
-) -> tuple[Shard, DataParallelMeshInfo]:
-    """Return placement and mesh of what a user's function said.
-
-    Raises:
-        ValueError: it is none of the three things it may be.
-    """
-    if result is None:
-        return Shard(0), info
-    if isinstance(result, Shard):
-        return result, info
-    if isinstance(result, ShardPlacementResult):
-        return result.placement or Shard(0), result.mesh_info
-    raise ValueError(
-        f"Invalid shard_placement_fn result: {result}; return None, Shard(dim), or a "
-        "ShardPlacementResult"
-    )
+    dim: int
+    sharded: nn.Parameter
+    spec: DTensorSpec
+    whole_spec: DTensorSpec | None
+    data_parallel_dims: frozenset[int]
 
 
 def shard_parameter(
@@ -79,7 +58,7 @@ def shard_parameter(
     placement: Shard,
     *,
     offload: bool = False,
-) -> FSDPParam:
+) -> DTensorParam:
     """Replace ``original`` on its owners by this rank's part of it, on the CPU if ``offload``.
 
     *Memory*: one padded piece. *Collective*: no.
@@ -106,7 +85,7 @@ def shard_parameter(
             f"FSDP does not support uneven sharding on dim {dim}: {name} has "
             f"{tuple(whole.shape)} (world size: {info.shard_size})"
         )
-    spec = _sharding_spec(original, name, info, dim)
+    spec = sharding_spec(original, name, info, dim)
     piece = side_by_side([Extent.of(whole.shape, dim)], info.shard_size).piece(0, info.shard_rank)
     # A copy: a view would keep the whole parameter alive until it is moved into a shard.
     local = whole.narrow(dim, piece.start, piece.stop - piece.start).clone(
@@ -118,7 +97,7 @@ def shard_parameter(
     sharded = nn.Parameter(
         dtensor_of(local, spec, requires_grad=False), requires_grad=original.requires_grad
     )
-    param = FSDPParam(
+    param = DTensorParam(
         info=owners,
         uid=uid_of(original),
         shape=whole.shape,
@@ -127,142 +106,40 @@ def shard_parameter(
         sharded=sharded,
         spec=spec,
         whole_spec=spec_of(original) if isinstance(original, DTensor) else None,
-        data_parallel_dims=_data_parallel_dims(original, info),
+        data_parallel_dims=data_parallel_dims(original, info),
     )
     param.install(sharded)
     return param
 
 
-def _data_parallel_dims(original: nn.Parameter, info: DataParallelMeshInfo) -> frozenset[int]:
-    """Return the mesh dims of a parameter over which this package reduces its gradient."""
-    dims = info.dp_mesh_dims
-    if dims is None or not isinstance(original, DTensor):
-        return frozenset()
-    names = spec_of(original).mesh.mesh_dim_names or ()
-    wanted = (*dims.shard_names, *dims.replicate_names)
-    return frozenset(names.index(name) for name in wanted)
-
-
-def _sharding_spec(
-    original: nn.Parameter, name: str, info: DataParallelMeshInfo, dim: int
-) -> DTensorSpec:
-    if info.dp_mesh_dims is not None:
-        if not isinstance(original, DTensor):
-            raise ValueError(
-                "When dp_mesh_dims is provided, all parameters must be DTensors on the full "
-                f"SPMD mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
-            )
-        return _spec_on_named_mesh(original, info, dim)
-    if isinstance(original, DTensor):
-        return _spec_beside_model_parallel(original, info, dim)
-    return make_spec(
-        info.mesh,
-        _data_parallel_placements(info, Shard(dim)),
-        shape=original.shape,
-        stride=original.stride(),
-        dtype=original.dtype,
-    )
-
-
-def _data_parallel_placements(
-    info: DataParallelMeshInfo, shard: Placement
-) -> tuple[Placement, ...]:
-    placements: list[Placement] = []
-    if info.replicate_mesh_dim is not None:
-        placements.append(Replicate())
-    if info.shard_mesh_dim is not None:
-        placements.append(shard)
-    return tuple(placements)
-
-
-def _shards_on(placements: Sequence[Placement], dim: int, mesh: DeviceMesh, first: int) -> int:
-    """Return over how many ranks mesh dims from ``first`` on shard ``dim``."""
-    factor = 1
-    for index in range(first, mesh.ndim):
-        if getattr(placements[index], "dim", None) == dim:
-            factor *= mesh.size(index)
-    return factor
-
-
-def _spec_beside_model_parallel(
-    original: DTensor, info: DataParallelMeshInfo, dim: int
-) -> DTensorSpec:
-    """Put the data-parallel dims before those of tensor or expert parallelism."""
-    spec = spec_of(original)
-    if len(spec.placements) > _MAX_MODEL_PARALLEL_DIMS:
-        raise NotImplementedError(f"FSDP only supports 1D TP/EP or 2D EP+TP, not {spec.placements}")
-    mesh = concatenate_meshes([info.mesh, spec.mesh])
-    factor = _shards_on(spec.placements, dim, spec.mesh, 0)
-    # Model parallelism cut first, so a rank's rows are strided in the whole parameter.
-    shard = strided_shard(dim, factor) if factor > 1 else Shard(dim)
-    placements = (*_data_parallel_placements(info, shard), *spec.placements)
-    return DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
-
-
-def _spec_on_named_mesh(original: DTensor, info: DataParallelMeshInfo, dim: int) -> DTensorSpec:
-    """Replace Replicate by the shard on the named data-parallel dims of the parameter's mesh."""
-    spec, dims = spec_of(original), info.dp_mesh_dims
-    assert dims is not None
-    if spec.mesh is not info.spmd_mesh:
-        raise ValueError(
-            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
-            "different mesh objects"
-        )
-    names = spec.mesh.mesh_dim_names or ()
-    for role, role_names in (("shard", dims.shard_names), ("replicate", dims.replicate_names)):
-        for name in role_names:
-            found = spec.placements[names.index(name)]
-            if not isinstance(found, Replicate):
-                raise ValueError(
-                    f"Expected Replicate() on DP {role} dim '{name}' "
-                    f"(index {names.index(name)}) but got {found}"
-                )
-    placements = list(spec.placements)
-    for name in dims.shard_names:
-        index = names.index(name)
-        factor = _shards_on(spec.placements, dim, spec.mesh, index + 1)
-        placements[index] = strided_shard(dim, factor) if factor > 1 else Shard(dim)
-    if len(dims.shard_names) <= 1:
-        return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
-    return _flattened_spec(spec, info, placements)
-
-
-def _flattened_spec(
-    spec: DTensorSpec, info: DataParallelMeshInfo, placements: Sequence[Placement]
-) -> DTensorSpec:
-    """Show several shard dims as the one flattened dim that this package shards over."""
-    dims = info.dp_mesh_dims
-    assert dims is not None
-    names = spec.mesh.mesh_dim_names or ()
-    meshes: list[DeviceMesh] = []
-    shown: list[Placement] = []
-    for index, name in enumerate(names):
-        if name == dims.shard_names[0]:
-            meshes.append(info.mesh)
-            shown.extend(_data_parallel_placements(info, placements[index]))
-        elif name not in dims.shard_names and name not in dims.replicate_names:
-            meshes.append(spec.mesh[name])
-            shown.append(placements[index])
-    return DTensorSpec(concatenate_meshes(meshes), tuple(shown), tensor_meta=spec.tensor_meta)
-
-
 class DTensorExposure:
     """Registers one DTensor per parameter; gradients are DTensors of the same placements."""
 
-    def local(self, param: FSDPParam) -> torch.Tensor:
+    def local(self, param: DTensorParam) -> torch.Tensor:
         """Return the local tensor of the registered parameter."""
         return local_tensor(param.sharded)
 
-    def bind(self, param: FSDPParam, piece: torch.Tensor) -> None:
-        """Point the DTensor at ``piece``; optimizers keep the object."""
-        set_local_tensor(param.sharded, piece)
+    def bind(
+        self, params: Sequence[DTensorParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Point each DTensor at its piece; optimizers keep the object."""
+        for param, piece in zip(params, pieces, strict=True):
+            set_local_tensor(param.sharded, piece)
 
-    def reread(self, param: FSDPParam) -> None:
-        """Adopt a parameter that the user registered since.
+    def requires_grad(self, param: DTensorParam) -> bool:
+        """Whether the DTensor is to be trained."""
+        return param.sharded.requires_grad
+
+    def reread(self, params: Sequence[DTensorParam]) -> None:
+        """Adopt parameters that the user registered since.
 
         Raises:
-            ValueError: it is no DTensor, or is cut in another way.
+            ValueError: one is no DTensor, or is cut in another way.
         """
+        for param in params:
+            self._reread(param)
+
+    def _reread(self, param: DTensorParam) -> None:
         found: torch.Tensor | None = param.registered()
         if found is param.unsharded and found is not None:
             return
@@ -285,34 +162,55 @@ class DTensorExposure:
             param.install(param.sharded)
         param.spec = spec
 
-    def leaf(self, param: FSDPParam, whole: torch.Tensor) -> nn.Parameter:
+    def leaf(self, param: DTensorParam, whole: torch.Tensor) -> nn.Parameter:
         """Make the leaf of forward and backward: a plain tensor, or a DTensor under TP."""
         if param.whole_spec is not None:
             spec = spec_with_dtype(param.whole_spec, whole.dtype)
             whole = dtensor_of(whole, spec, requires_grad=False)
         return nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
 
-    def post_forward(
-        self, param: FSDPParam, piece: torch.Tensor, info: DataParallelMeshInfo
+    def show_sharded(self, params: Sequence[DTensorParam]) -> None:
+        """Register the DTensors."""
+        for param in params:
+            param.install(param.sharded)
+
+    def show_whole(self, params: Sequence[DTensorParam]) -> None:
+        """Register the leaves."""
+        for param in params:
+            param.install(param.unsharded)
+
+    def show_post_forward(
+        self,
+        params: Sequence[DTensorParam],
+        pieces: Sequence[torch.Tensor],
+        info: DataParallelMeshInfo,
+    ) -> None:
+        """Register DTensors over the smaller mesh: replicated over its groups, sharded inside."""
+        for param, piece in zip(params, pieces, strict=True):
+            param.install(self._over_smaller_mesh(param, piece, info))
+
+    def _over_smaller_mesh(
+        self, param: DTensorParam, piece: torch.Tensor, info: DataParallelMeshInfo
     ) -> nn.Parameter:
-        """Make the DTensor over the smaller mesh: replicated over its groups, sharded inside."""
         if param.whole_spec is not None:
             raise NotImplementedError(
                 "Resharding to smaller mesh is not supported for DTensor parameters yet: "
                 f"'{param.fqn}'"
             )
+        meta = param.spec.tensor_meta
+        assert meta is not None
         spec = make_spec(
             info.mesh,
             (Replicate(), Shard(param.dim)),
             shape=param.shape,
-            stride=param.spec.tensor_meta.stride,
+            stride=meta.stride,
             dtype=piece.dtype,
         )
         return nn.Parameter(
             dtensor_of(piece, spec, requires_grad=False), requires_grad=param.sharded.requires_grad
         )
 
-    def plain_gradient(self, param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
+    def plain_gradient(self, param: DTensorParam, gradient: torch.Tensor) -> torch.Tensor:
         """Return the local gradient, in the parameter's own placements under TP.
 
         *Collective* over the tensor-parallel mesh if the gradient is a partial sum there.
@@ -336,11 +234,13 @@ class DTensorExposure:
         local = local_tensor(gradient)
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
-    def accumulates(self, param: FSDPParam) -> bool:
-        """Whether a gradient is there already, or user code waits for this one."""
-        return param.sharded.grad is not None or bool(post_accumulate_hooks(param.sharded))
+    def accumulates(self, params: Sequence[DTensorParam]) -> bool:
+        """Whether a gradient is there already, or user code waits for one."""
+        return any(p.sharded.grad is not None or post_accumulate_hooks(p.sharded) for p in params)
 
-    def hand_over(self, params: Sequence[FSDPParam], pieces: Sequence[torch.Tensor]) -> None:
+    def hand_over(
+        self, params: Sequence[DTensorParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
+    ) -> None:
         """Set the gradients, or add to those that are there; then run the users' hooks."""
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
@@ -351,6 +251,8 @@ class DTensorExposure:
             if sharded._post_accumulate_grad_hooks:
                 hooked.append(sharded)
             if present is None:
+                if not piece.numel():
+                    piece = EmptyShard.of(piece)
                 sharded.grad = dtensor_of(piece, param.spec, requires_grad=False)
                 continue
             if not isinstance(present, DTensor):

@@ -217,12 +217,16 @@ class ReducePlan:
                 _cuts_within(layout) if layout.world > 1 and layout.has_columns else ()
             )
         }
+        # Where any element may be a border, the rows of a gradient say nothing.
+        self._runs = [index for index, param in enumerate(params) if param.dim is None]
         self._plain = [param for param, _ in self._order] == list(range(len(params)))
         self._gaps: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
         """Lay whole ``gradients`` into ``packed`` (W * S,), cast; the rest becomes zero."""
         world = self.layout.world
+        for index in self._runs:
+            gradients[index] = gradients[index].reshape(-1)
         for index, (outer, rows_inner) in self._within.items():
             ranks = gradients[index].reshape(outer, world, rows_inner).transpose(0, 1)
             gradients[index] = ranks.reshape(world, outer * rows_inner)

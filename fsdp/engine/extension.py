@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from fsdp.api import MixedPrecisionPolicy
 from fsdp.engine.collectives import WholeBuffer
+from fsdp.engine.exposure import AnyExposure
 from fsdp.engine.mesh import DataParallelMeshInfo
-from fsdp.engine.param import Exposure, FSDPParam
+from fsdp.engine.param import FSDPParam
 from fsdp.engine.streams import Done, Streams
 from fsdp.engine.torch_private import all_gather
 
@@ -67,7 +68,7 @@ class ExtendedParams:
     def __init__(
         self,
         params: Sequence[FSDPParam],
-        exposure: Exposure,
+        exposure: AnyExposure,
         info: DataParallelMeshInfo,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,

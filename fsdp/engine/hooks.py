@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from fsdp.engine.forward import post_forward, pre_forward
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.unit import FSDPState
 
@@ -26,7 +27,6 @@ def untraced(method: Callable[P, R]) -> Callable[P, R]:
     guard costs more per call than most hooks.
     """
 
-    @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             hidden: Callable[P, R] = torch._dynamo.disable(method, recursive=True)
@@ -38,11 +38,30 @@ def untraced(method: Callable[P, R]) -> Callable[P, R]:
 
 def install_forward_hooks(state: FSDPState) -> None:
     """Run ``state`` around the forward of each of its modules."""
-    before, after = untraced(state.pre_forward), untraced(state.post_forward)
+    before = untraced(functools.partial(pre_forward, state))
+    after = untraced(functools.partial(post_forward, state))
     for module in state.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # Called as well when forward raises: nothing else tells that it did.
         module.register_forward_hook(after, always_call=True)
+
+
+def wrap_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
+    """Run ``state`` around another method of ``module`` than ``forward``."""
+    original = getattr(module, method_name)
+    before, after = untraced(pre_forward), untraced(post_forward)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before(state, module, args, kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except Exception:
+            after(state, module, args, None)
+            raise
+        return after(state, module, args, output)
+
+    setattr(module, method_name, wrapped)
 
 
 def install_state_dict_hooks(group: FSDPParamGroup) -> None:

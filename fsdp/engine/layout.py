@@ -283,21 +283,22 @@ def side_by_side(extents: Sequence[Extent], world: int, *, align: int = 1) -> La
     return Layout(world=world, shard_numel=_round_up(end, align), cuts=tuple(cuts))
 
 
-def end_to_end(numels: Sequence[int], world: int, *, align: int = 1) -> Layout:
+def end_to_end(extents: Sequence[Extent], world: int, *, align: int = 1) -> Layout:
     """Concatenate all parameters, pad the tail, and cut the whole into ``world`` equal runs.
 
-    Every parameter starts at a multiple of ``align`` units of the whole.
+    Every parameter starts at a multiple of ``align`` units of the whole. Only the sizes of
+    ``extents`` count: a border may be anywhere.
     """
     starts: list[int] = []
     end = 0
-    for numel in numels:
+    for extent in extents:
         starts.append(_round_up(end, align))
-        end = starts[-1] + numel
+        end = starts[-1] + extent.numel
     # An empty group still has a window, or nobody could say who owns unit 0.
     shard_numel = max(1, -(-end // world))
     cuts = tuple(
-        Cut(extent=Extent.flat(numel), base=0, first=-start, step=shard_numel)
-        for numel, start in zip(numels, starts, strict=True)
+        Cut(extent=Extent.flat(extent.numel), base=0, first=-start, step=shard_numel)
+        for extent, start in zip(extents, starts, strict=True)
     )
     return Layout(world=world, shard_numel=shard_numel, cuts=cuts)
 

@@ -196,6 +196,24 @@ def post_forward_mesh_info(
     return HSDPMeshInfo(smaller, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
+def reshard_mesh_info(
+    reshard: bool | int | None,  # noqa: FBT001 - what the user passed
+    info: DataParallelMeshInfo,
+) -> DataParallelMeshInfo | None:
+    """Return over what parameters are sharded after forward; see ``post_forward_mesh_info``.
+
+    Raises:
+        NotImplementedError: a number of ranks, on a larger named mesh.
+    """
+    if info.shard_group is None:
+        return None  # nothing is sharded, before forward or after
+    if info.dp_mesh_dims is not None and isinstance(reshard, int) and reshard not in (True, False):
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+        )
+    return post_forward_mesh_info(True if reshard is None else reshard, info)
+
+
 _warned_about_one = False
 
 

@@ -1,10 +1,12 @@
-"""One original parameter and its representations. No communication, no order.
+"""One original parameter: where it is registered, how it is cut, its whole representation.
 
 ====================  =================================================================
-``sharded``           what is registered while the group is sharded; the optimizer's leaf
 ``unsharded``         the autograd leaf over the group's whole buffer; made once, refilled
 ``accumulated_grad``  an unreduced gradient kept in the reduce dtype between micro-batches
 ====================  =================================================================
+
+What users see while the group is sharded belongs to the exposure, which adds its own fields in a
+subclass. No communication, no order.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -57,24 +58,19 @@ class ParamModuleInfo:
         yield from zip(self.shared_modules, self.shared_param_names, strict=True)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class FSDPParam:
     """One original parameter of a group."""
 
     info: ParamModuleInfo
     uid: int
     shape: torch.Size  # of the whole parameter on this rank (its local part under TP)
-    dim: int  # the dim that is cut
+    dim: int | None  # the dim that is cut; None: a run of elements, cut anywhere
     dtype: torch.dtype  # original dtype
-    sharded: nn.Parameter
-    spec: Any = None  # what the exposure needs to describe the sharded parameter
-    whole_spec: Any = None  # what it needs to describe the whole one; None for a plain tensor
-    data_parallel_dims: frozenset[int] = frozenset()  # mesh dims left to this package to reduce
     fqn: str = ""
     compute_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None  # None: the gradient's own
     unsharded: nn.Parameter | None = None
-    post_forward: nn.Parameter | None = None
     accumulated_grad: torch.Tensor | None = None
     slots: tuple[tuple[nn.Module, str, bool], ...] = ()
 
@@ -90,11 +86,21 @@ class FSDPParam:
     @property
     def extent(self) -> Extent:
         """The parameter as the layout sees it, in elements."""
+        if self.dim is None:
+            return Extent.flat(self.shape.numel())
         return Extent.of(self.shape, self.dim)
 
     def local_shape(self, rows: int) -> torch.Size:
         """Return the shape of a piece with ``rows`` rows of the cut dim."""
+        if self.dim is None:
+            return torch.Size((rows,))
         return torch.Size((*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))
+
+    def cut_view(self, whole: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+        """Return ``rows`` rows of the cut dim of a whole tensor as a view."""
+        if self.dim is None:
+            return whole.view(-1).narrow(0, start, rows)
+        return whole.narrow(self.dim, start, rows)
 
     def install(self, parameter: nn.Parameter | None) -> None:
         """Register ``parameter`` on every owner."""
@@ -119,38 +125,6 @@ class FSDPParam:
             self.compute_dtype = self.dtype
         else:
             self.compute_dtype = param_dtype
-
-
-class Exposure(Protocol):
-    """What a face registers on the modules while a group is sharded.
-
-    The engine hands it plain memory (pieces of shards, whole parameters) and gets plain memory
-    back; only the exposure knows what users see.
-    """
-
-    def local(self, param: FSDPParam) -> torch.Tensor:
-        """Return the memory behind the registered sharded parameter."""
-
-    def bind(self, param: FSDPParam, piece: torch.Tensor) -> None:
-        """Point the sharded parameter at ``piece``, keeping the object."""
-
-    def reread(self, param: FSDPParam) -> None:
-        """Adopt what the user has registered since; raise if it is no sharded parameter."""
-
-    def leaf(self, param: FSDPParam, whole: torch.Tensor) -> nn.Parameter:
-        """Make the autograd leaf over ``whole``, which has a version counter of its own."""
-
-    def post_forward(self, param: FSDPParam, piece: torch.Tensor, mesh: Any) -> nn.Parameter:
-        """Make what is registered when ``piece`` remains after forward on a smaller mesh."""
-
-    def plain_gradient(self, param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the memory of an unsharded gradient, reduced over what is not data parallel."""
-
-    def accumulates(self, param: FSDPParam) -> bool:
-        """Whether the next ``hand_over`` runs user code, or adds to a gradient that is there."""
-
-    def hand_over(self, params: Sequence[FSDPParam], pieces: Sequence[torch.Tensor]) -> None:
-        """Set, or add to, the gradients of the sharded parameters, then run the user's hooks."""
 
 
 def uid_of(parameter: nn.Parameter) -> int:

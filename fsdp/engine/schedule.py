@@ -15,8 +15,9 @@ from fsdp.engine.collectives import Gathering, WholeBuffer
 from fsdp.engine.streams import Streams, make_streams
 
 if TYPE_CHECKING:
-    from fsdp.engine.gradient import Reduction
     from fsdp.engine.param_group import FSDPParamGroup
+    from fsdp.engine.reducer import Reducer
+    from fsdp.engine.reduction import Reduction
 
 # Whole buffers that are views of a gather may be freed only after the kernels that read them;
 # two of them in flight let the next gather run beside the present computation.
@@ -32,7 +33,7 @@ class FSDPCommContext:
         self.max_input_buffers = 1
         self._held: tuple[Gathering, Any] | None = None
         self._retired: deque[tuple[WholeBuffer, Any]] = deque()
-        self._reductions: deque[tuple[FSDPParamGroup, Reduction]] = deque()
+        self._reductions: deque[tuple[Reducer, Reduction]] = deque()
         self._ends: dict[Any, Any] = {}
         self._kept_outputs: list[Reduction] = []
 
@@ -104,22 +105,22 @@ class FSDPCommContext:
         while len(self._reductions) >= self.max_input_buffers:
             self._finish_oldest()
 
-    def add_reduction(self, group: FSDPParamGroup, reduction: Reduction) -> None:
+    def add_reduction(self, reducer: Reducer, reduction: Reduction) -> None:
         """Take over a launched reduction; it is completed at once where that stops nobody."""
         if not self.streams.blocks_host:
-            self._complete(group, reduction)
-        self._reductions.append((group, reduction))
+            self._complete(reducer, reduction)
+        self._reductions.append((reducer, reduction))
 
-    def _complete(self, group: FSDPParamGroup, reduction: Reduction) -> None:
-        group.complete(reduction)
+    def _complete(self, reducer: Reducer, reduction: Reduction) -> None:
+        reducer.complete(reduction)
         if reduction.end is not None:
             stream, event = reduction.end
             self._ends[stream] = event
 
     def _finish_oldest(self) -> None:
-        group, reduction = self._reductions.popleft()
+        reducer, reduction = self._reductions.popleft()
         if self.streams.blocks_host:
-            self._complete(group, reduction)
+            self._complete(reducer, reduction)
             return
         # The packed gradients return to the computing stream that allocated them.
         reduction.scattered.wait()

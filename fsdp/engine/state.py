@@ -68,3 +68,4 @@ class FSDPStateContext:
         self.post_backward_final_callback_queued = False
         self.is_last_backward = True
         self.post_optim_event: Any = None
+        self.order_start = 0  # length of the order of forward when this forward began

@@ -6,6 +6,7 @@ One test asserts that every name still exists. Nothing else in the package reach
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "spec_of",
     "spec_with_dtype",
     "strided_shard",
+    "without_dispatch",
 ]
 
 
@@ -175,3 +177,8 @@ def has_replicate(module: torch.nn.Module) -> bool:
     """Whether torch's composable ``replicate`` was applied to ``module``."""
     registry = _get_registry(module)
     return registry is not None and "replicate" in registry
+
+
+def without_dispatch() -> AbstractContextManager[Any]:
+    """Let a tensor subclass call the operator that it was asked about; the public way copies."""
+    return cast("AbstractContextManager[Any]", torch._C._DisableTorchDispatch())

@@ -1,11 +1,26 @@
-"""Run a function on several ranks and insist that all of them came through."""
+"""Run a function on several ranks and insist that all of them came through.
+
+Ranks outlive a job and end by a signal, so nothing that is written at exit survives them. With
+`RANKS_COVERAGE=DIR` each job measures the package itself and leaves a file of `coverage` in DIR:
+
+    RANKS_COVERAGE=/tmp/c coverage run --rcfile=/dev/null --branch --source=fsdp \
+        --data-file=/tmp/c/.coverage.main -m pytest tests/fsdp tests/interop
+    coverage combine --rcfile=/dev/null --data-file=/tmp/c/.coverage /tmp/c
+    coverage report --rcfile=/dev/null --data-file=/tmp/c/.coverage -m --include='fsdp/engine/*'
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from conformance.ranks import Job, RankVerdict, shared_pool
+from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
+
+COVERAGE = "RANKS_COVERAGE"
 
 
 def on_ranks(
@@ -22,10 +37,30 @@ def on_ranks(
     mesh of an earlier job, whose groups are gone.
     """
     pool = shared_pool(world, device, preload=("tests.fsdp.preload",))
-    outcome = pool.run(Job.of(function, **kwargs), fresh=fresh)
+    job = Job.of(function, **kwargs)
+    if COVERAGE in os.environ:
+        where = os.environ[COVERAGE]
+        names = {"module": function.__module__, "name": function.__qualname__}
+        job = Job.of(_measured, where=where, arguments=kwargs, **names)
+    outcome = pool.run(job, fresh=fresh)
     details = [r.traceback[-1500:] for r in outcome.reports[:1] if r is not None]
     assert outcome.verdict is RankVerdict.OK, "\n".join([outcome.sentence, *details])
     return outcome.values
+
+
+def _measured(
+    context: RankContext, *, where: str, module: str, name: str, arguments: dict[str, Any]
+) -> Any:
+    coverage = importlib.import_module("coverage")
+    file = Path(where) / f".coverage.{uuid.uuid4().hex}"
+    # Not ``source``: looking for files that never ran costs more than most jobs.
+    run = coverage.Coverage(file, config_file=False, branch=True, include=["*/fsdp/*"])
+    run.start()
+    try:
+        return getattr(importlib.import_module(module), name)(context, **arguments)
+    finally:
+        run.stop()
+        run.save()
 
 
 def agreed(function: Callable[..., Any], world: int, **kwargs: Any) -> Any:

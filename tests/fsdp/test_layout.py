@@ -15,13 +15,17 @@ WORLDS = st.integers(1, 6)
 ALIGNS = st.sampled_from([1, 2, 4, 8])
 
 
+def flat(numels):
+    return [Extent.flat(numel) for numel in numels]
+
+
 @st.composite
 def layouts(draw, shapes=None):
     """Draw (shapes, layout) from both builders; dim 0 may be uneven, other dims too."""
     shapes = draw(SHAPES) if shapes is None else shapes
     world, align = draw(WORLDS), draw(ALIGNS)
     if draw(st.booleans()):
-        return shapes, end_to_end([math.prod(s) for s in shapes], world, align=align)
+        return shapes, end_to_end(flat(math.prod(s) for s in shapes), world, align=align)
     dims = [draw(st.integers(0, len(s) - 1)) for s in shapes]
     extents = [Extent.of(s, d) for s, d in zip(shapes, dims, strict=True)]
     return shapes, side_by_side(extents, world, align=align)
@@ -168,7 +172,7 @@ def test_side_by_side_pieces_are_the_chunks_of_torch(shape, world, data):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), WORLDS)
 def test_end_to_end_shards_are_the_chunks_of_the_concatenation(numels, world):
     whole = torch.arange(1, sum(numels) + 1)
-    layout = end_to_end(numels, world)
+    layout = end_to_end(flat(numels), world)
     packed = shards_of(layout, list(whole.split(numels)))
     assert layout.shard_numel == math.ceil(len(whole) / world)
     assert packed.flatten()[: len(whole)].tolist() == whole.tolist()
@@ -181,7 +185,7 @@ def test_end_to_end_shards_are_the_chunks_of_the_concatenation(numels, world):
     ids=["float32", "float16"],
 )
 def test_alignment_gaps_are_those_of_the_specification(numels, align, total):
-    layout = end_to_end(numels, 1, align=align)
+    layout = end_to_end(flat(numels), 1, align=align)
     assert layout.total_numel == total
     assert all(layout.gathered_offset(i) % align == 0 for i in range(len(numels)))
 
@@ -207,12 +211,12 @@ def test_aligned_windows_start_at_multiples_and_keep_ranks_aligned(shapes, world
 
 def test_moves_refuse_other_parameters():
     with pytest.raises(ValueError, match="do not hold the same parameters"):
-        list(moves(end_to_end([4], 2), end_to_end([5], 2)))
+        list(moves(end_to_end(flat([4]), 2), end_to_end(flat([5]), 2)))
 
 
 def test_a_layout_of_overlapping_windows_has_no_columns():
     with pytest.raises(ValueError, match="overlap"):
-        _ = end_to_end([3, 3], 2).columns
+        _ = end_to_end(flat([3, 3]), 2).columns
 
 
 def test_a_dim_that_does_not_exist_is_refused():

@@ -30,14 +30,14 @@ class Events:
         events = self
 
         def unshard(group: FSDPParamGroup, **kwargs: Any) -> None:
-            idle = group._gathering is None and group.sharded_state is not ShardedState.UNSHARDED
+            idle = not group.pending and group.sharded_state is not ShardedState.UNSHARDED
             events._unshard(group, **kwargs)
-            if idle and group._gathering is not None:
+            if idle and group.pending:
                 events.seen.append(f"unshard {group.module_fqn}".rstrip())
 
-        def post_backward(group: FSDPParamGroup) -> None:
+        def post_backward(group: FSDPParamGroup, **kwargs: Any) -> None:
             events.seen.append(f"post {group.module_fqn}".rstrip())
-            events._post(group)
+            events._post(group, **kwargs)
 
         FSDPParamGroup.unshard, FSDPParamGroup.post_backward = unshard, post_backward
         return self
@@ -312,9 +312,9 @@ def _stop_gradient(context: RankContext) -> bool:
         loss_of(model, batch(step, context.rank)).backward()
     states = [g for s in fully_shard.state(model).context.all_states for g in s.groups]
     grads = [p.grad is not None for p in model.parameters()]
-    return all(
-        g.sharded_state is ShardedState.SHARDED and g._gathering is None for g in states
-    ) and (grads == [False] * 4 + [True] * 2)
+    return all(g.sharded_state is ShardedState.SHARDED and not g.pending for g in states) and (
+        grads == [False] * 4 + [True] * 2
+    )
 
 
 def test_a_prefetch_that_backward_does_not_reach_is_dropped() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as helpers
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -195,6 +196,27 @@ def _hybrid(context: RankContext) -> bool:
 
 def test_hybrid_sharding_trains_to_the_same_bits() -> None:
     assert agreed(_hybrid, 4, fresh=True) is True
+
+
+def _graphs(context: RankContext) -> list[int]:
+    """How many graphs the compiler makes of blocks that were compiled and then sharded."""
+    found = []
+    for package in PACKAGES.values():
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        model = build(blocks=3)
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend=counter, fullgraph=True)
+        shard(package, model)
+        for step in range(2):
+            loss_of(model, batch(step, context.rank)).backward()
+        found.append(counter.frame_count)
+    return found
+
+
+def test_the_compiler_makes_as_many_graphs_as_for_torchs() -> None:
+    ours, theirs = agreed(_graphs, 2, fresh=True)
+    assert 0 < ours <= theirs
 
 
 PUBLIC = [

@@ -13,7 +13,14 @@ from tests.package.tree import PACKAGES, module_name, python_files
 
 FACES = {
     "wrapper": ("fsdp.wrapper", "fsdp.flat_parameter"),
-    "composable": ("fsdp.composable", "fsdp.dtensor"),
+    "composable": (
+        "fsdp.composable",
+        "fsdp.module",
+        "fsdp.pass_settings",
+        "fsdp.comm_settings",
+        "fsdp.dtensor",
+        "fsdp.placement",
+    ),
 }
 TORCH_FSDP = "torch.distributed.fsdp"
 

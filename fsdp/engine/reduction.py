@@ -1,6 +1,6 @@
-"""Gradients: taken from the leaves, scaled, reduced, handed to the sharded parameters.
+"""One reduction in flight: whole gradients packed, scattered, all-reduced, divided, handed over.
 
-Knows one group's gradients at a time; when it is called is decided elsewhere.
+Knows plain memory and streams; whose gradients they are and when is decided in ``reducer.py``.
 """
 
 from __future__ import annotations
@@ -14,75 +14,11 @@ import torch.distributed as dist
 
 from fsdp.api import ReduceScatter
 from fsdp.engine.collectives import ReducePlan
+from fsdp.engine.division import Division
+from fsdp.engine.exposure import AnyExposure
 from fsdp.engine.mesh import DataParallelMeshInfo
-from fsdp.engine.param import Exposure
 from fsdp.engine.streams import Done, Streams
-from fsdp.engine.torch_private import premul_sum, reduce_scatter
-
-# Sums over many ranks stay inside the range of these dtypes.
-_WIDE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float64})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Division:
-    """How a reduction divides: before it, inside it, after it."""
-
-    before: float
-    scatter_op: Any
-    all_reduce_op: Any
-    after: float
-
-
-def choose_division(
-    info: DataParallelMeshInfo,
-    dtype: torch.dtype,
-    *,
-    factor: float | None,
-    force_sum: bool,
-    premultiplies: bool,
-) -> Division:
-    """Return how a reduction in ``dtype`` gives sum / ``factor`` (default: the mean).
-
-    ``premultiplies`` says whether the backend knows "multiply, then sum".
-    """
-    total = info.shard_size * info.replicate_size
-    sums = {"scatter_op": dist.ReduceOp.SUM, "all_reduce_op": dist.ReduceOp.SUM}
-    if factor is None and total == 1:
-        return Division(before=1.0, after=1.0, **sums)
-    wide = dtype in _WIDE_DTYPES
-    if wide and not force_sum and total > 1:
-        if factor is None:
-            mean = dist.ReduceOp.AVG
-            return Division(before=1.0, scatter_op=mean, all_reduce_op=mean, after=1.0)
-        if factor == info.shard_size:
-            return Division(
-                before=1.0,
-                scatter_op=dist.ReduceOp.AVG,
-                all_reduce_op=dist.ReduceOp.SUM,
-                after=1.0,
-            )
-        if premultiplies and info.shard_size > 1:
-            return Division(
-                before=1.0,
-                scatter_op=premul_sum(1 / factor),
-                all_reduce_op=dist.ReduceOp.SUM,
-                after=1.0,
-            )
-    divisor = float(total) if factor is None else float(factor)
-    before = 1.0 if wide else _half_of(divisor)
-    return Division(before=before, after=divisor / before, **sums)
-
-
-def _half_of(divisor: float) -> float:
-    """Return a power of two near the square root of ``divisor``.
-
-    Dividing by it first and by the rest afterwards keeps fp16 sums from overflowing without
-    pushing small gradients below its smallest number.
-    """
-    half = 1.0
-    while divisor % half == 0 and divisor / half > half:
-        half *= 2
-    return half
+from fsdp.engine.torch_private import reduce_scatter
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -98,7 +34,7 @@ class ReduceSettings:
     all_reduce: bool
     offload: bool
     pin_memory: bool
-    exposure: Exposure
+    exposure: AnyExposure
     original_dtype: torch.dtype
 
 
@@ -209,14 +145,12 @@ class Reduction:
         shard = output.to(settings.original_dtype)
         if settings.offload:
             shard = self._offloaded(shard)
-        settings.exposure.hand_over(params, self.plan.pieces(shard))
+        settings.exposure.hand_over(params, shard, self.plan.pieces(shard))
 
     def _offloaded(self, shard: torch.Tensor) -> torch.Tensor:
         settings = self._settings
         # An addition or a user's hook reads the copy at once on the host; else it may overlap.
-        late = settings.pin_memory and not any(
-            settings.exposure.accumulates(param) for param in self.plan.params
-        )
+        late = settings.pin_memory and not settings.exposure.accumulates(self.plan.params)
         on_host = torch.empty(
             shard.shape, dtype=shard.dtype, device="cpu", pin_memory=settings.pin_memory
         )
@@ -239,35 +173,3 @@ def uniform_dtype(gradients: Sequence[torch.Tensor], group: str) -> torch.dtype:
                 "a group of their own."
             )
     return dtype
-
-
-class _Watch(torch.autograd.Function):
-    """An identity whose backward runs once all gradients of its outputs are complete."""
-
-    @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:
-        ctx.callback = callback
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.callback()
-        return (None, *gradients)
-
-
-def watch_inputs(
-    inputs: Sequence[torch.Tensor], callback: Callable[[], None]
-) -> list[torch.Tensor]:
-    """Return stand-ins for ``inputs``; ``callback`` runs when the gradients of all are complete.
-
-    One input, the common case, takes a view and a hook on its node: a third of the cost of an
-    autograd function, and in-place operations on it stay legal.
-    """
-    if len(inputs) > 1:
-        return list(_Watch.apply(callback, *inputs))  # type: ignore[no-untyped-call]
-    (tensor,) = inputs
-    watched = tensor.view_as(tensor)
-    node = watched.grad_fn
-    assert node is not None, "the view of a tensor that requires grad has a node"
-    node.register_hook(lambda _gradients, _outputs: callback())
-    return [watched]

@@ -1,0 +1,132 @@
+"""What happens once, before the first forward of a tree: units are found, named and agreed upon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fsdp.engine.agreement import agree
+from fsdp.engine.param import FSDPParam
+from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.state import FSDPStateContext
+from fsdp.engine.unit import FSDPState, state_of
+
+
+def lazy_init(root: FSDPState) -> None:
+    """Make ``root`` the root of the units below it; the first forward does so. Idempotent.
+
+    *Collective*: one exchange over the groups of the mesh, on which all ranks raise the same
+    error if their models differ or one of them cannot start.
+
+    Raises:
+        RuntimeError: several modules as root, or a unit below that ran before.
+        ValueError: a parameter in two groups, or ranks with different models.
+    """
+    if root.is_root is not None:
+        return
+    if len(root.modules) > 1:
+        raise RuntimeError(f"FSDP requires a single root module but got {root.modules}")
+    states = _find_states(root)
+    problem: Exception | None = None
+    try:
+        _adopt(root, states)
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        problem = error
+    try:
+        agree(_description(states), problem, root.mesh_info.groups, root.device)
+    except BaseException:
+        _disown(states)
+        raise
+    for state in states:
+        state.is_root = state is root
+
+
+def _find_states(root: FSDPState) -> list[FSDPState]:
+    states: list[FSDPState] = []
+    for name, module in root.modules[0].named_modules():
+        state = state_of(module)
+        if state is None or state in states:
+            continue
+        if state.is_root is not None:
+            raise RuntimeError(
+                f"FSDP state has already been lazily initialized for {name}\n"
+                "FSDP requires running forward through the root module first"
+            )
+        states.append(state)
+    return states
+
+
+def _adopt(root: FSDPState, states: list[FSDPState]) -> None:
+    if root.auto_reshard_after_forward:
+        # Backward starts with the root: what it would gather again is there already.
+        for group in root.groups:
+            group.post_forward_mesh_info = None
+    root.context.all_states = states
+    comm = root.comm()
+    for state in states:
+        state.context = root.context
+        state.share_comm(comm)
+        for index, group in enumerate(state.groups):
+            group.index_in_state = index
+            group.groups_in_state = len(state.groups)
+            comm.max_input_buffers = max(comm.max_input_buffers, group.settings.max_input_buffers)
+    _name(root, states)
+    _check_not_shared(states)
+    for group in _groups(states):
+        group.lazy_init()
+
+
+def _disown(states: list[FSDPState]) -> None:
+    """Undo ``_adopt``, so that the caller can repair the model and run again."""
+    for state in states:
+        state.context = FSDPStateContext()
+        for group in state.groups:
+            group.module_fqn = ""
+
+
+def _groups(states: list[FSDPState]) -> Iterator[FSDPParamGroup]:
+    for state in states:
+        yield from state.groups
+
+
+def _name(root: FSDPState, states: list[FSDPState]) -> None:
+    owned: dict[nn.Module, list[FSDPParam]] = {}
+    by_module: dict[nn.Module, list[FSDPParamGroup]] = {}
+    for group in _groups(states):
+        group.module_fqn = ""
+        for param in group.fsdp_params:
+            owned.setdefault(param.info.module, []).append(param)
+        for module in group.modules:
+            by_module.setdefault(module, []).append(group)
+    for prefix, module in root.modules[0].named_modules():
+        for group in by_module.get(module, ()):
+            group.module_fqn = ", ".join(filter(None, (group.module_fqn, prefix)))
+        for param in owned.get(module, ()):
+            name = param.info.param_name
+            param.fqn = f"{prefix}.{name}" if prefix else name
+
+
+def _check_not_shared(states: list[FSDPState]) -> None:
+    seen: set[int] = set()
+    for group in _groups(states):
+        for param in group.fsdp_params:
+            if param.uid in seen:
+                raise ValueError(
+                    f"Parameter '{param.fqn}' is shared with a parameter already managed by "
+                    "another FSDP group. For shared/tied parameters, use "
+                    "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                )
+            seen.add(param.uid)
+
+
+def _description(states: list[FSDPState]) -> Iterator[str]:
+    """Yield one line per parameter: what ranks must agree on before their first collective."""
+    for group in _groups(states):
+        requires_grad = group.options.exposure.requires_grad
+        for param in group.fsdp_params:
+            dtype = str(param.dtype).removeprefix("torch.")
+            grad = "trainable" if requires_grad(param) else "frozen"
+            yield (
+                f"'{param.fqn}' {tuple(param.shape)} {dtype} {grad} in group '{group.module_fqn}'"
+            )

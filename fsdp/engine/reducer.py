@@ -1,0 +1,202 @@
+"""What becomes of a group's gradients: taken off the leaves, kept or reduced, handed over.
+
+Knows one group's gradients at a time; when it is called is decided in ``param_group.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsdp.engine.collectives import ReducePlan
+from fsdp.engine.division import Division, choose_division
+from fsdp.engine.group_options import GroupOptions, GroupSettings
+from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.param import FSDPParam
+from fsdp.engine.reduction import ReduceSettings, Reduction, uniform_dtype
+from fsdp.engine.shard import ALIGN
+from fsdp.engine.streams import Streams
+
+
+class Reducer:
+    """The gradients of one group.
+
+    Attributes:
+        original_dtype: dtype of the trainable parameters, which their gradients get.
+        holds_back: whether gradients of earlier backward passes wait for a reduction.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        info: DataParallelMeshInfo,
+        options: GroupOptions,
+        settings: GroupSettings,
+    ) -> None:
+        self._params = params
+        self._info = info
+        self._options = options
+        self._settings = settings
+        self.original_dtype = params[0].dtype
+        self.holds_back = False
+        self._partial: torch.Tensor | None = None  # (S,), reduced over the shard group only
+        self._offload_event: Any = None
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Make the plans again when they are next needed: parameters have changed."""
+        self._plans: dict[tuple[int, ...], ReducePlan] = {}
+        self._divisions: dict[Any, Division] = {}
+
+    def accumulate(self) -> None:
+        """Keep the gradients whole, in the reduce dtype, for a later backward to reduce."""
+        for param in self._params:
+            whole = param.unsharded
+            if whole is None or whole.grad is None:
+                continue
+            self.holds_back = True
+            if param.accumulated_grad is not None:
+                param.accumulated_grad += whole.grad
+                whole.grad = None
+            elif param.reduce_dtype is not None and whole.grad.dtype != param.reduce_dtype:
+                param.accumulated_grad = whole.grad.to(param.reduce_dtype)
+                whole.grad = None
+
+    def take(self) -> tuple[list[int], list[torch.Tensor]]:
+        """Return whose gradients there are, and the whole gradients; the leaves lose them.
+
+        *Collective* over the tensor-parallel mesh, for a gradient that is a partial sum there.
+        """
+        indices: list[int] = []
+        gradients: list[torch.Tensor] = []
+        self.holds_back = False
+        plain = self._options.exposure.plain_gradient
+        zeros = self._settings.reduce_scatter_unused_params
+        for index, param in enumerate(self._params):
+            whole = param.unsharded
+            if whole is None:
+                continue
+            gradient = whole.grad
+            if gradient is not None:
+                whole.grad = None
+            if param.accumulated_grad is not None:
+                if gradient is not None:
+                    param.accumulated_grad += gradient
+                gradient = param.accumulated_grad
+                param.accumulated_grad = None
+            if gradient is None:
+                if not (zeros and whole.requires_grad):
+                    continue
+                gradient = torch.zeros_like(whole)
+            indices.append(index)
+            gradients.append(plain(param, gradient))
+        if self._options.whole_reductions and 0 < len(indices) < len(self._params):
+            return self._completed(indices, gradients)
+        return indices, gradients
+
+    def _completed(
+        self, indices: list[int], gradients: list[torch.Tensor]
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """Add zeros for the parameters that have no gradient."""
+        found = dict(zip(indices, gradients, strict=True))
+        for index, param in enumerate(self._params):
+            if index not in found:
+                like = gradients[0]
+                found[index] = torch.zeros(param.shape, dtype=like.dtype, device=like.device)
+        return list(range(len(self._params))), [found[i] for i in range(len(self._params))]
+
+    def launch(
+        self, indices: Sequence[int], gradients: list[torch.Tensor], streams: Streams, name: str
+    ) -> Reduction:
+        """Start to reduce ``gradients`` of the parameters at ``indices``; the list is emptied.
+
+        *Collective* over the shard group. *Memory*: one copy of the gradients in the reduce dtype
+        until the reduction is dropped. *Blocks*: nothing.
+        """
+        dtype = uniform_dtype(gradients, name)
+        reduce_dtype = self._params[indices[0]].reduce_dtype or dtype
+        return Reduction(
+            self._plan(tuple(indices)),
+            gradients,
+            reduce_dtype,
+            self._division(reduce_dtype),
+            self._reduce_settings(),
+            streams,
+        )
+
+    def complete(self, reduction: Reduction) -> None:
+        """Finish a reduction of this group, in the order in which they were started.
+
+        *Collective* over the replicate group, if there is one and it is due.
+        """
+        with torch.no_grad():
+            reduction.complete(self._partial)
+        self._partial = reduction.partial
+        if self._options.offload and reduction.end is not None:
+            self._offload_event = reduction.end[1]
+
+    def wait_for_offload(self) -> None:
+        """Let the host go on once gradients are there: the optimizer reads them on the host."""
+        if self._offload_event is not None:
+            self._offload_event.synchronize()
+            self._offload_event = None
+
+    def abandon(self) -> None:
+        """Lose every gradient that has not been handed over."""
+        self._partial = None
+        self._offload_event = None
+        self.holds_back = False
+        for param in self._params:
+            param.accumulated_grad = None
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def _plan(self, indices: tuple[int, ...]) -> ReducePlan:
+        plan = self._plans.get(indices)
+        if plan is None:
+            params = [self._params[index] for index in indices]
+            info = self._info
+            extents = [param.extent for param in params]
+            layout = self._options.lay_out(extents, info.shard_size, align=ALIGN)
+            plan = self._plans[indices] = ReducePlan(params, layout, info.shard_rank)
+        return plan
+
+    def _division(self, dtype: torch.dtype) -> Division:
+        settings = self._settings
+        key = (dtype, settings.gradient_divide_factor, settings.force_sum_reduction)
+        division = self._divisions.get(key)
+        if division is None:
+            division = self._divisions[key] = choose_division(
+                self._info,
+                dtype,
+                factor=settings.gradient_divide_factor,
+                force_sum=settings.force_sum_reduction,
+                premultiplies=self._options.device.type != "cpu",
+            )
+        return division
+
+    def _reduce_settings(self) -> ReduceSettings:
+        info, settings = self._info, self._settings
+        group = settings.reduce_scatter_group or info.shard_group
+        on_device = self._options.device.type != "cpu"
+        return ReduceSettings(
+            info=info,
+            scatter_group=group if info.shard_size > 1 else None,
+            comm=settings.reduce_scatter_comm,
+            allocate=self._allocate,
+            hook=settings.all_reduce_hook,
+            hook_stream=settings.all_reduce_hook_stream,
+            all_reduce=settings.all_reduce_grads,
+            offload=self._options.offload,
+            pin_memory=self._options.pin_memory and on_device,
+            exposure=self._options.exposure,
+            original_dtype=self.original_dtype,
+        )
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        comm = self._settings.reduce_scatter_comm
+        if comm is not None:
+            return comm.allocate((numel,), dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
