@@ -35,6 +35,9 @@ class WholeParams:
             self._buffer = WholeBuffer(layout.total_numel, unit, options.device)
             self._make_leaves(layout)
             self._plan = self._plan_for(layout)
+        # Its first memory may be that of a tensor which kernels given before have yet to write;
+        # a side stream does not wait for those, and would fill the buffer before them.
+        self._buffer.free()
         self._recast: Callable[[torch.Tensor], torch.Tensor] | None = None
         if unit is torch.uint8 and layout != shard.layout:
             self._recast = self._recast_mixed

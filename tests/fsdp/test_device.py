@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conformance.ranks import RankContext
-from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.fsdp.plain import batch, build, train_plain, train_sharded
 from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_training import shard_blocks
@@ -108,3 +108,36 @@ def test_memory_does_not_grow() -> None:
     kind = torch.accelerator.current_accelerator().type
     for early, late in on_ranks(_memory, 2, device=kind):
         assert late <= early
+
+
+class _Late(nn.Module):
+    """Gives the device much to do, then a tensor of `numel` elements that nobody keeps."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        much = torch.zeros(4096, 4096, device=x.device)
+        for _ in range(20):
+            much = much @ much
+        torch.full((self.numel,), 7.0, device=x.device).add_(much[0, 0])
+        return x
+
+
+def _first_gather(context: RankContext) -> None:
+    """The buffer of a first gather may get the memory of a tensor that is yet to be written."""
+    for _ in range(3):
+        torch.manual_seed(0)
+        plain = nn.Sequential(_Late(256 * 256), nn.Linear(256, 256, bias=False)).to(context.device)
+        torch.manual_seed(0)
+        model = nn.Sequential(_Late(256 * 256), nn.Linear(256, 256, bias=False))
+        fully_shard(model[1])
+        fully_shard(model)
+        x = torch.ones(4, 256, device=context.device)
+        torch.testing.assert_close(model(x), plain[1](x))
+
+
+def test_a_first_gather_is_not_overtaken_by_kernels_given_before() -> None:
+    kind = torch.accelerator.current_accelerator().type
+    on_ranks(_first_gather, 2, device=kind)

@@ -12,6 +12,7 @@ from torch import nn
 
 from conformance.ranks import RankContext
 from fsdp import fully_shard, register_fsdp_forward_method
+from fsdp.engine.collectives import WholeBuffer
 from fsdp.engine.param import ShardedState
 from fsdp.engine.param_group import FSDPParamGroup
 from tests.fsdp.plain import DIM, batch, build, loss_of
@@ -427,3 +428,27 @@ def _profiled(context: RankContext) -> list[str]:
 def test_a_profile_names_the_groups() -> None:
     names = agreed(_profiled, 2)
     assert "FSDP::pre_forward (blocks.0)" in names
+
+
+def _memory_at_the_gather(context: RankContext) -> list[int]:
+    """Bytes of each group's whole buffer when its first gather asks for memory."""
+    found: list[int] = []
+    usual = WholeBuffer.allocate
+
+    def watched(buffer: WholeBuffer) -> None:
+        found.append(buffer.data.untyped_storage().nbytes())
+        usual(buffer)
+
+    model = shard_blocks(build())
+    WholeBuffer.allocate = watched  # type: ignore[method-assign]
+    try:
+        model(batch(0, context.rank))
+    finally:
+        WholeBuffer.allocate = usual  # type: ignore[method-assign]
+    return found
+
+
+def test_a_buffer_gets_its_memory_from_the_stream_that_fills_it_first() -> None:
+    for found in on_ranks(_memory_at_the_gather, 2):
+        assert found
+        assert set(found) == {0}
