@@ -23,7 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the one setting by which a project says that its tests start ranks."""
     parser.addini(
         RANKS_OPTION,
-        help="ranks that one test starts; `-n auto` then means accelerators (or cores) // ranks",
+        help="ranks that one test starts, the fewest where tests differ (tests that need more "
+        "accelerators wait for them); `-n auto` then means accelerators (or cores) // ranks",
         default="",
     )
 

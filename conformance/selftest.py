@@ -100,7 +100,7 @@ def diagonal(
         The results in the order of `mutants`.
     """
     chosen = list(MUTANTS.values() if mutants is None else mutants)
-    with Session(setting) as session, ThreadPoolExecutor(jobs) as threads:
+    with Session(setting, jobs=jobs) as session, ThreadPoolExecutor(jobs) as threads:
         pending = [threads.submit(measure, session, mutant) for mutant in chosen]
         results = []
         for future in pending:

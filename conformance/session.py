@@ -11,6 +11,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +36,7 @@ from conformance.history import History
 from conformance.judge import Judgement, Ran, judge
 from conformance.mutants import mutant_named
 from conformance.ranks import Job, RankPool, RankVerdict
+from conformance.ranks.leases import leases_of
 from conformance.tolerance import Oracle
 from conformance.verdicts import Finding, finding_id
 
@@ -169,21 +171,36 @@ class Stored:
 class Session:
     """Runs cases and judges them; the oracle's histories are shared between subjects.
 
-    Safe to use from several threads; each thread has a rank pool of its own.
+    Safe to use from several threads; each thread has a rank pool of its own. As a context manager
+    it also takes care that more threads than accelerators allow share these: it leases them for
+    all its pools at once, where a pool alone would have each job wait for devices of its own.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        """Nothing is started before the first case."""
+    def __init__(self, setting: Setting, *, jobs: int = 1) -> None:
+        """Nothing is started before the first case.
+
+        Args:
+            setting: where and how.
+            jobs: threads that will run cases at a time.
+        """
         self.setting = setting
+        self.jobs = jobs
         self._local = threading.local()
         self._pools: list[RankPool] = []
         self._lock = threading.Lock()
+        self._lease = ExitStack()
+        self._shared: tuple[int, ...] = ()
 
     def __enter__(self) -> Session:
+        leases, world = leases_of(self.setting.device), self.setting.world
+        if leases is not None and world <= len(leases) < self.jobs * world:
+            count = len(leases) // world * world
+            self._shared = self._lease.enter_context(leases.hold(count))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+        self._lease.close()
 
     def close(self) -> None:
         """End every rank."""
@@ -303,11 +320,24 @@ class Session:
         pool: RankPool | None = getattr(self._local, "pool", None)
         if pool is None:
             setting = self.setting
-            pool = RankPool(world=setting.world, device=setting.device, preload=PRELOAD)
-            self._local.pool = pool
             with self._lock:
+                pool = RankPool(
+                    world=setting.world,
+                    device=setting.device,
+                    preload=PRELOAD,
+                    devices=devices_of(len(self._pools), setting.world, self._shared),
+                )
                 self._pools.append(pool)
+            self._local.pool = pool
         return pool
+
+
+def devices_of(pool: int, world: int, shared: Sequence[int]) -> tuple[int, ...] | None:
+    """The devices of the pool numbered `pool` among those that pools take in turns."""
+    if not shared:
+        return None
+    first = pool * world % len(shared)
+    return tuple(shared[first : first + world])
 
 
 def relevant(conventions: Conventions, model: models.ModelCase) -> Conventions:

@@ -106,7 +106,7 @@ def judge_all(
     jobs: int,
 ) -> None:
     """Judge every item and write what was found as it is found."""
-    with Session(setting) as session:
+    with Session(setting, jobs=jobs) as session:
 
         def histories(item: Item) -> Path:
             planned = item.planned

@@ -212,6 +212,7 @@ def _redirect(output: str) -> None:
 
 
 def _set_environment(setup: RankSetup) -> None:
+    os.environ.update(setup.environment)
     os.environ.update(
         RANK=str(setup.rank),
         LOCAL_RANK=str(setup.rank),

@@ -15,12 +15,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from conformance.ranks.job import Job
+from conformance.ranks.leases import leases_of
 from conformance.ranks.outcome import Outcome, RankVerdict
 from conformance.ranks.process import ForkServer, RankProcess
 from conformance.ranks.records import clear_ring
@@ -44,7 +46,8 @@ class RankPool:
 
     Attributes:
         world: number of ranks.
-        device: device type; rank r uses device r of those that are visible.
+        device: device type; each job leases a device of it for every rank, and its ranks see no
+            other. A rank's device is the one in its `RankContext`.
         backend: backend of the default process group, None for torch's own for the device.
         replaced: why the kept ranks were last thrown away, "" if they never were.
     """
@@ -57,6 +60,7 @@ class RankPool:
         backend: str | None = None,
         preload: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        devices: Sequence[int] | None = None,
     ) -> None:
         """Make a pool; the processes start with the first job.
 
@@ -67,9 +71,13 @@ class RankPool:
             preload: modules that the ranks have imported before they are forked. They must not run
                 tensor operators or initialise an accelerator when imported.
             env: environment variables of the ranks, over the controller's.
+            devices: indices of the accelerators to use, one a rank, which the caller has leased
+                and may share between pools; None leases them for each job.
         """
         if world < 1:
             raise ValueError(f"a pool needs at least 1 rank, got world={world}")
+        if devices is not None and len(devices) != world:
+            raise ValueError(f"world={world} needs as many devices, got {list(devices)}")
         self.world = world
         self.device = device
         self.backend = backend
@@ -79,6 +87,9 @@ class RankPool:
         self._lock = threading.RLock()
         self._server: ForkServer | None = None
         self._kept: list[RankProcess] = []
+        self._leases = leases_of(device)
+        self._given = devices is not None
+        self._devices: tuple[int, ...] = tuple(devices or ())
         self._scratch: Path | None = None
         self._owner = os.getpid()
         self._closed = False
@@ -93,7 +104,8 @@ class RankPool:
         """Run a job on all ranks and wait for it.
 
         Returns within `timeout` plus about 15 s whatever the ranks do, plus the time that importing
-        torch takes if the pool must start first.
+        torch takes if the pool must start first, plus the wait for accelerators that jobs of other
+        pools and processes use.
 
         Args:
             job: what every rank imports and calls.
@@ -101,29 +113,36 @@ class RankPool:
             fresh: use ranks that run nothing else before or after.
 
         Raises:
-            RuntimeError: the pool is closed, belongs to another process, or cannot start.
+            RuntimeError: the pool is closed, belongs to another process, or cannot start; or its
+                accelerators did not become free.
             TypeError: the job's `kwargs` cannot be pickled.
         """
         with self._lock:
             self._check_usable()
             kwargs = _pickled(job)
             server = self._running_server()
-            ranks = self._fork(server) if fresh else self._kept_ranks(server)
-            try:
-                supervisor = Supervisor(server=server, ranks=ranks, timeout=timeout)
-                _send(ranks, job, kwargs, self._empty_directory(server), kept=not fresh)
-                outcome = supervisor.watch()
-                if fresh:
-                    self._end(server, ranks)
-                else:
-                    self._keep_or_replace(server, outcome)
-            except BaseException:  # the controller is interrupted, and the ranks are in mid-job
-                with contextlib.suppress(RuntimeError):
-                    self._end(server, ranks)
-                if not fresh:
-                    self._kept = []
-                raise
-            return outcome
+            with self._leased(server):
+                return self._run(server, job, kwargs, timeout=timeout, fresh=fresh)
+
+    def _run(
+        self, server: ForkServer, job: Job, kwargs: bytes, *, timeout: float, fresh: bool
+    ) -> Outcome:
+        ranks = self._fork(server) if fresh else self._kept_ranks(server)
+        try:
+            supervisor = Supervisor(server=server, ranks=ranks, timeout=timeout)
+            _send(ranks, job, kwargs, self._empty_directory(server), kept=not fresh)
+            outcome = supervisor.watch()
+            if fresh:
+                self._end(server, ranks)
+            else:
+                self._keep_or_replace(server, outcome)
+        except BaseException:  # the controller is interrupted, and the ranks are in mid-job
+            with contextlib.suppress(RuntimeError):
+                self._end(server, ranks)
+            if not fresh:
+                self._kept = []
+            raise
+        return outcome
 
     def close(self) -> None:
         """End all ranks and remove their files. May be called twice."""
@@ -172,6 +191,24 @@ class RankPool:
             release_server(self._server)
             self._server = None
 
+    @contextmanager
+    def _leased(self, server: ForkServer) -> Iterator[None]:
+        """Inside, `self._devices` belong to this pool; its last ones, if they are free.
+
+        Ranks that are kept stay on their devices, idle. They are replaced when the lease is of
+        others.
+        """
+        leases = self._leases
+        # given: the caller's lease; too few: the ranks say so
+        if leases is None or self._given or self.world > len(leases):
+            yield
+            return
+        with leases.hold(self.world, prefer=self._devices) as devices:
+            if self._kept and devices != self._devices:
+                self._replace(server, f"the job's devices are {devices}, not {self._devices}")
+            self._devices = devices
+            yield
+
     def _kept_ranks(self, server: ForkServer) -> list[RankProcess]:
         server.collect_exits(self._kept)
         dead = [rank for rank in self._kept if rank.exit is not None]
@@ -214,6 +251,12 @@ class RankPool:
             stacks=str(directory / f"rank{rank}.stacks"),
             ring=str(directory / f"rank{rank}.ring"),
             port=port,
+            index=self._devices[rank] if self._devices else None,
+            environment=(
+                self._leases.visible.narrowed(self._devices)
+                if self._leases is not None and self._devices
+                else {}
+            ),
         )
 
     def _keep_or_replace(self, server: ForkServer, outcome: Outcome) -> None:

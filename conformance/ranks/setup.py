@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["IGNORED_ENVIRONMENT", "STACK_SIGNAL", "RankSetup"]
 
@@ -28,6 +29,9 @@ class RankSetup:
         rank: its rank.
         world: number of ranks.
         device: device type.
+        index: of the device that was leased for this rank, among those that the controller sees;
+            None without a lease.
+        environment: variables by which the ranks see their leased devices only, {} if they see all.
         backend: backend of the default group; None takes torch's for the device.
         store: path of the file store for the rendezvous of the default group.
         output: file for stdout and stderr.
@@ -45,3 +49,5 @@ class RankSetup:
     stacks: str
     ring: str
     port: int
+    index: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)

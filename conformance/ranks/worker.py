@@ -180,14 +180,17 @@ def _watch(fd: int) -> None:
 
 
 def _take_device(setup: RankSetup) -> torch.device:
+    """The rank's device among those that it sees: the leased ones only, numbered from 0, or all."""
     present = torch.accelerator.device_count()
-    if setup.rank >= present:
+    narrowed = bool(setup.environment) and present == setup.world
+    index = setup.rank if narrowed or setup.index is None else setup.index
+    if index >= present:
         raise RuntimeError(
             f"world {setup.world} needs as many devices of type {setup.device}, got {present}; "
             "use a smaller world, or cpu"
         )
-    device = torch.device(setup.device, setup.rank)
-    torch.accelerator.set_device_index(setup.rank)
+    device = torch.device(setup.device, index)
+    torch.accelerator.set_device_index(index)
     return device
 
 

@@ -19,8 +19,9 @@ __all__ = ["Ranks", "RanksFailed", "judge", "send"]
 
 __unittest = True  # unittest leaves the frames of this module out of what it prints
 
-PRELOAD = ("conformance.testing", "conformance.models.fixtures")
-"""What every test imports; imported once in the forkserver, it costs a fresh rank nothing."""
+PRELOAD = ("conformance.testing", "conformance.models.fixtures", "torch.distributed.tensor")
+"""What every test imports (the first comparison of tensors imports DTensor, which takes a second);
+imported once in the forkserver, it costs a fresh rank nothing."""
 
 
 class RanksFailed(AssertionError):

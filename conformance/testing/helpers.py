@@ -6,7 +6,7 @@ Wrappers are recognised by what they offer (`summon_full_params`, DTensor parame
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "_assert_module_states",
     "_broadcast_state_dict",
     "_zero_model",
+    "check_sharded_parity",
     "get_full_params",
     "subtest_name",
 ]
@@ -115,6 +116,55 @@ def _assert_module_states(
             raise AssertionError(f"ranks 0 and {rank} of the group hold different names: {names}")
         for name in first:
             assert_fn(first[name], other[name])
+
+
+def check_sharded_parity(
+    cls: Any,
+    replicated_module: nn.Module,
+    sharded_module: nn.Module,
+    prefixes_to_ignore: Sequence[str] = (),
+) -> None:
+    """Fail unless every parameter and gradient is its part of the replicated module's.
+
+    Args:
+        cls: the test, for its asserts.
+        replicated_module: the same on all ranks.
+        sharded_module: with DTensor parameters of the same names, in the same order.
+        prefixes_to_ignore: removed from the names of the sharded module.
+
+    Raises:
+        AssertionError: the test's; or a parameter is no DTensor.
+        ValueError: a placement that `distribute_tensor` lays out in another order.
+    """
+    pairs = zip(
+        replicated_module.named_parameters(), sharded_module.named_parameters(), strict=True
+    )
+    for (name, whole_one), (sharded_name, sharded) in pairs:
+        for prefix in prefixes_to_ignore:
+            sharded_name = sharded_name.replace(prefix, "")
+        cls.assertEqual(name, sharded_name)  # noqa: PT009 - the test's own assert
+        _check_part(cls, name, whole_one, sharded)
+        if whole_one.grad is None or sharded.grad is None:
+            kinds = [type(p.grad).__name__ for p in (whole_one, sharded)]
+            cls.assertEqual(*kinds, f"gradient of {name}")  # noqa: PT009
+        else:
+            _check_part(cls, f"gradient of {name}", whole_one.grad, sharded.grad)
+
+
+def _check_part(cls: Any, what: str, whole_one: Tensor, sharded: Tensor) -> None:
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # takes a second
+
+    if not isinstance(sharded, DTensor):
+        raise AssertionError(f"{what}: got {type(sharded).__name__}, wanted a DTensor")
+    mesh, placements = sharded.device_mesh, sharded.placements
+    if tuple(placements) == (Shard(0), Shard(0)):
+        raise ValueError(
+            f"{what}: {placements} on {mesh}: rows are dealt to both dimensions in another order "
+            "than distribute_tensor deals them; compare full tensors"
+        )
+    # No source rank: every rank cuts its own copy, so nothing is sent that could hide an error.
+    part = distribute_tensor(whole_one.detach(), mesh, placements, src_data_rank=None)
+    cls.assertEqual(sharded.to_local().detach(), part.to_local(), what)  # noqa: PT009
 
 
 def _summoned(model: nn.Module, *, recurse: bool) -> AbstractContextManager[Any]:

@@ -146,10 +146,11 @@ def _choice(
 
 
 def _default_name(name: str, index: int, value: Any) -> str:
-    if isinstance(value, (bool, int, float, str, torch.device)) or value is None:
-        return f"{name}_{value}"
+    """As in PyTorch, so that a moved test keeps its name."""
     if isinstance(value, torch.dtype):
-        return f"{name}_{str(value).removeprefix('torch.')}"
-    if isinstance(value, type) or callable(value):
-        return f"{name}_{getattr(value, '__name__', index)}"
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, (int, float, str)):
+        return f"{name}_{value}"
     return f"{name}{index}"

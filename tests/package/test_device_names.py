@@ -19,7 +19,7 @@ REPORT_ID = re.compile(r"\b[\w-]+/[\w.-]+#\d+")
 
 # (file, a part of the line) to the reason. A line that no file holds any more fails.
 ALLOWED: dict[tuple[str, str], str] = {
-    ("fsdp/composable.py", 'backend: str = "NCCL"'): "torch's default argument",
+    ("fsdp/comm_settings.py", 'backend: str = "NCCL"'): "torch's default argument",
     ("fsdp/engine/torch_private.py", "only nccl knows it"): "a fact about that one backend",
     ("fsdp/engine/torch_private.py", "dist._make_nccl_premul_sum("): "torch's name of the function",
 }

@@ -41,7 +41,7 @@ def test_each_rank_owns_its_device(accelerators: RankPool, *, fresh: bool) -> No
 
 def train(context: RankContext) -> list[Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(context.device)
-    ddp = nn.parallel.DistributedDataParallel(model, device_ids=[context.rank])
+    ddp = nn.parallel.DistributedDataParallel(model, device_ids=[context.device.index])
     context.recorder.name_modules(ddp)
     before = len(context.recorder.records)
     ddp(torch.ones(2, 4, device=context.device)).sum().backward()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from conformance.testing import (
@@ -20,15 +23,25 @@ from conformance.testing import (
     _assert_module_states,
     _broadcast_state_dict,
     _zero_model,
+    check_sharded_parity,
     get_full_params,
     instantiate_parametrized_tests,
     parametrize,
+    patch_all_gather,
+    patch_all_reduce,
+    patch_reduce_scatter,
+    patched,
+    reduce_scatter_with_assert,
     skip_if_lt_x_gpu,
     subtest,
     subtest_name,
     with_comms,
 )
 
+# torch 2.13 has renamed them
+NEW = hasattr(dist, "all_gather_single")
+GATHER = "all_gather_single" if NEW else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if NEW else "reduce_scatter_tensor"
 PHASES = (Phase.generate, Phase.shrink)
 
 
@@ -158,6 +171,78 @@ class TestSamples(FSDPTest):
         assert all(not value.any() for value in model.state_dict().values())
         assert full[0].any()
 
+    def test_patches_see_collectives_and_are_removed(self) -> None:
+        names = ("all_reduce", SCATTER, GATHER)
+        originals = [getattr(dist, name) for name in names]
+        seen: list[str] = []
+
+        def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def new(*args: Any, **kwargs: Any) -> Any:
+                seen.append(name)
+                return original(*args, **kwargs)
+
+            return new
+
+        part, whole = torch.ones(2), torch.empty(4)
+        with patch_all_reduce(noting("all_reduce", dist.all_reduce)) as original:
+            dist.all_reduce(part)
+            assert original is originals[0]
+        with patch_all_gather(noting("all_gather", originals[2])):
+            getattr(dist, GATHER)(whole, part)
+            dist.all_gather_into_tensor(whole, part)
+        check = functools.partial(
+            reduce_scatter_with_assert, self, originals[1], lambda output: seen.append("output")
+        )
+        with patch_reduce_scatter(check):
+            getattr(dist, SCATTER)(part, whole)
+            getattr(dist, SCATTER)(output=part, input=whole)
+        assert seen == ["all_reduce", "all_gather", "all_gather", "output", "output"]
+        self.assertEqual(part, torch.full((2,), 4.0))
+        assert originals == [getattr(dist, name) for name in names]
+
+    def test_patched_methods_come_back(self) -> None:
+        class Base:
+            @staticmethod
+            def unshard() -> str:
+                return "base"
+
+        class Group(Base):
+            pass
+
+        with patched(Group, "unshard", lambda: "patched") as original:
+            assert (Group.unshard(), original(), Base.unshard()) == ("patched", "base", "base")
+        assert "unshard" not in vars(Group)
+        with patched(Base, "unshard", staticmethod(lambda: "patched")):
+            assert Group().unshard() == "patched"
+        assert Group().unshard() == "base"
+        with self.assertRaises(AttributeError), patched(Group, "unsahrd", print):
+            pass
+
+    def test_fails_in_a_patch(self) -> None:
+        with patch_all_reduce(print):
+            raise ValueError("inside")
+
+    def test_sharded_parity(self) -> None:
+        whole = nn.Linear(4, 3)
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = nn.Module()
+        for name, parameter in whole.named_parameters():
+            whole_grad = parameter.grad = torch.ones_like(parameter)
+            part = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            part.grad = distribute_tensor(whole_grad, mesh, [Shard(0)])
+            sharded.register_parameter(f"x_{name}", part)
+        check_sharded_parity(self, whole, sharded, ("x_",))
+        with self.assertRaises(AssertionError):
+            check_sharded_parity(self, whole, sharded)
+        sharded.x_bias.grad = None
+        with self.assertRaisesRegex(AssertionError, "gradient of bias"):
+            check_sharded_parity(self, whole, sharded, ("x_",))
+        sharded.x_bias.grad = distribute_tensor(2 * torch.ones(3), mesh, [Shard(0)])
+        with self.assertRaisesRegex(AssertionError, "gradient of bias"):
+            check_sharded_parity(self, whole, sharded, ("x_",))
+        with self.assertRaisesRegex(AssertionError, "wanted a DTensor"):
+            check_sharded_parity(self, whole, whole)
+
     def test_dummy_group(self) -> None:
         group = DummyProcessGroup(self.rank, 2)
         assert (group.rank(), group.size()) == (self.rank, 2)
@@ -179,3 +264,15 @@ class TestFreshSamples(FSDPTest):
     def test_second(self) -> None:
         self.seen.append(1)
         assert (len(self.seen), self.world_size) == (1, dist.get_world_size())
+
+
+class TestManySamples(FSDPTest):
+    """A large world on few cores."""
+
+    world_size = 16
+    device_type = "cpu"
+
+    def test_every_rank_is_there(self) -> None:
+        values = torch.tensor([2.0**self.rank])
+        dist.all_reduce(values)
+        self.assertEqual(values.item(), 2.0**16 - 1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.adapter import StateKind
 from conformance.models import fixtures
 from conformance.models.fixtures import DEVICEInitMode, FSDPInitMode
 from conformance.testing import DummyProcessGroup
@@ -32,6 +33,7 @@ MODELS = {
     fixtures.TestDummyModelUneven: ([(8, 5)], (8, 5), 860, 4),
     fixtures.LoraModel: ([(4, 16)], (4, 16), 800, 2),
     fixtures.SaveForwardInputsModel: ([(4, 100)], (4, 100), 20200, 2),
+    fixtures.Transformer: ([(4, 16)], (4, 16, 8), 6848, 2),
     fixtures.BlocksModel: ([(4, 64)], (4, 64), 66560, 8),
     fixtures.SeqModel: ([(4, 8)], (4, 8), 432, 6),
     fixtures.NestedSeqModel: ([(4, 8)], (4, 8), 432, 6),
@@ -105,15 +107,19 @@ def test_units_are_wrapped_only_when_asked(cls: type[fixtures.FSDPTestModel]) ->
     torch.testing.assert_close(plain(*given), wrapped(*given))
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in fixtures.__all__ if inspect.isclass(getattr(fixtures, n))]
-)
+def is_model(value: object) -> bool:
+    return (
+        inspect.isclass(value)
+        and issubclass(value, nn.Module)
+        and value is not fixtures.FSDPTestModel
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in fixtures.__all__ if is_model(getattr(fixtures, n))])
 def test_a_model_says_what_it_is_for(name: str) -> None:
     cls = getattr(fixtures, name)
-    plain = {"FSDPTestModel", "Group", "DelayReductions", "FSDPInitMode", "DEVICEInitMode"}
-    if name not in plain:
-        for part in ("Purpose: ", "Exposes: "):
-            assert part in cls.__doc__
+    for part in ("Purpose: ", "Exposes: "):
+        assert part in cls.__doc__
 
 
 def test_the_output_projection_is_the_embedding() -> None:
@@ -207,3 +213,74 @@ def test_nested_model_has_the_other_wrappings() -> None:
         assert [owner is Unit for owner in owners] == [add_to_unit] * 2
     groups = fixtures.NestedModel().two_groups()
     assert [len(group["params"]) for group in groups] == [11, 5]
+
+
+def test_a_timed_layer_says_how_long_it_took() -> None:
+    layer = fixtures.Layer(30.0)
+    with pytest.raises(RuntimeError, match="there was no forward"):
+        layer.get_time()
+    inputs = torch.ones(2, 8)
+    assert layer.weight is not None
+    assert torch.equal(layer(inputs), inputs @ layer.weight)
+    assert layer.get_time() >= 30.0
+    plain = fixtures.Layer(0.0, has_params=False)
+    assert torch.equal(plain(inputs), inputs)
+    assert not list(plain.parameters())
+    assert plain.get_time() < 30.0
+
+
+def test_the_language_model_ties_recomputes_and_masks() -> None:
+    args = fixtures.ModelArgs(dropout_p=0.0)
+    model = fixtures.Transformer(args)
+    assert model.output.weight is model.tok_embeddings.weight
+    (tokens,) = model.get_input("cpu")
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % args.vocab_size
+    logits = model(tokens)
+    assert torch.equal(logits[:, :-1], model(changed)[:, :-1])
+    assert not torch.equal(logits[:, -1], model(changed)[:, -1])
+    logits.sum().backward()
+    again = fixtures.Transformer(fixtures.ModelArgs(dropout_p=0.0, checkpoint_activations=True))
+    again.load_state_dict(model.state_dict())
+    again(tokens).sum().backward()
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    untied = fixtures.Transformer(fixtures.ModelArgs(weight_tying=False))
+    assert untied.output.weight is not untied.tok_embeddings.weight
+    with pytest.raises(ValueError, match="17 tokens, the model has 16 places"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+    with pytest.raises(ValueError, match="16 cannot be divided among 3 heads"):
+        fixtures.Transformer(fixtures.ModelArgs(n_heads=3))
+
+
+def test_kinds_of_state_dicts_are_those_of_adapters() -> None:
+    assert set(fixtures.STATE_DICT_MAPPING.values()) == set(get_args(StateKind))
+    assert set(fixtures.STATE_DICT_TYPES) < set(get_args(StateKind))
+    assert [len(kind) for kind in (fixtures._OSDCommMethod, fixtures._ModelClass)] == [3, 2]
+
+
+class Placed(Unit):
+    """Remembers where its module was when it was wrapped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.then = {parameter.device.type for parameter in module.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "wrapped_on", "ends_on"),
+    [
+        (DEVICEInitMode.DEVICE_BEFORE, "meta", "meta"),
+        (DEVICEInitMode.DEVICE_AFTER, "cpu", "meta"),
+        (DEVICEInitMode.DEVICE_NEVER, "cpu", "cpu"),
+    ],
+)
+def test_the_device_mode_says_when_a_model_moves(
+    mode: DEVICEInitMode, wrapped_on: str, ends_on: str
+) -> None:
+    model = fixtures.NestedWrappedModule.init(
+        GROUP, FSDPInitMode.RECURSIVE, mode, wrap=Placed, device="meta"
+    )
+    placed = [module.then for module in model.modules() if isinstance(module, Placed)]
+    assert placed == [{wrapped_on}] * 3
+    assert {parameter.device.type for parameter in model.parameters()} == {ends_on}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import unittest
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from conformance.testing import FSDPTest
+from conformance import testing
+from conformance.testing import FSDPTest, instantiate_parametrized_tests, parametrize
 from tests.testing import samples
 from tests.testing.running import run_one
 
@@ -44,6 +47,7 @@ def test_a_sample_is_skipped(name: str, reason: str) -> None:
         ("test_fails_in_a_subtest", ("in (number=2)", "assert number < 2")),
         ("test_fails_for_another_backend", ("wants backend 'mpi', the default group uses 'gloo'",)),
         ("test_fails_from_37_on", ("number=37", "traceback of rank 1")),
+        ("test_fails_in_a_patch", ("all ranks: ValueError: inside",)),
         ("test_fails_an_expectation", ("ERROR: rank 0: AssertionError", "+ rank 0")),
     ],
 )
@@ -65,6 +69,27 @@ def test_parametrized_methods_have_readable_names() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (True, "test_it_x_True"),
+        (1.5, "test_it_x_1_5"),
+        ("a b", "test_it_x_a_b"),
+        (torch.bfloat16, "test_it_bfloat16"),
+        (torch.device("cpu"), "test_it_cpu"),
+        (None, "test_it_x0"),
+        (len, "test_it_x0"),
+    ],
+)
+def test_a_parametrized_method_is_named_as_in_pytorch(value: object, name: str) -> None:
+    class Named:
+        @parametrize("x", [value])
+        def test_it(self, x: object) -> None:
+            assert x is value
+
+    assert [n for n in vars(instantiate_parametrized_tests(Named)) if "test" in n] == [name]
+
+
 def test_output_of_ranks_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_one(samples.TestSamples, "test_output_reaches_the_controller").verdict == "pass"
     out = capsys.readouterr().out
@@ -76,6 +101,27 @@ def test_fresh_ranks_share_nothing() -> None:
     for name in ("test_first", "test_second", "test_first"):
         ran = run_one(samples.TestFreshSamples, name)
         assert ran.verdict == "pass", ran.text
+
+
+@pytest.mark.parametrize(
+    ("machine", "wanted"),
+    [(("cpu", 0), ("cpu", "gloo", 1)), (("meta", 4), ("meta", "fake", 4))],
+    ids=["without accelerators", "with four"],
+)
+def test_constants_name_the_devices(
+    monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], wanted: tuple[str, str, int]
+) -> None:
+    monkeypatch.setattr(testing, "accelerator", lambda: machine)
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, "meta", "fake")
+    found = (testing.DEVICE_TYPE, testing.DISTRIBUTED_BACKEND, testing.DEVICE_COUNT)
+    assert found == wanted
+    with pytest.raises(AttributeError, match="has no attribute 'DEVICE_NAME'"):
+        _ = testing.DEVICE_NAME
+
+
+def test_a_large_world_runs_on_few_cores() -> None:
+    ran = run_one(samples.TestManySamples, "test_every_rank_is_there")
+    assert ran.verdict == "pass", ran.text
 
 
 def test_a_class_that_ranks_cannot_import_is_refused() -> None:
