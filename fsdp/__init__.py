@@ -1,8 +1,8 @@
 """Sharded data parallel training: a reference implementation, small enough to read in a day.
 
-Reading order: ``composable`` (the public face), ``engine.forward`` and ``engine.backward`` (when
-things happen), ``engine.param_group`` (what one group does), ``engine.layout`` (where every element
-lives), then the rest of ``engine``.
+Reading order: ``composable`` or ``wrapper`` (the two public faces), ``engine.forward`` and
+``engine.backward`` (when things happen), ``engine.param_group`` (what one group does),
+``engine.layout`` (where every element lives), then the rest of ``engine``.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ from fsdp.api import (
 )
 from fsdp.composable import fully_shard
 from fsdp.engine.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp.flat_parameter import FlatParameter
 from fsdp.module import (
     FSDPModule,
     UnshardHandle,
@@ -27,20 +28,45 @@ from fsdp.module import (
     share_comm_ctx,
 )
 from fsdp.placement import ShardPlacementResult
+from fsdp.wrapper import FullyShardedDataParallel
+from fsdp.wrapper_options import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "HSDPMeshInfo",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "disable_fsdp_module_new_init",
     "fully_shard",

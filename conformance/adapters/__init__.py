@@ -14,6 +14,7 @@ BUILT_IN: Mapping[str, str] = {
     "torch.FullyShardedDataParallel": "conformance.adapters.torch_fsdp1:FullyShardedAdapter",
     "torch.fully_shard": "conformance.adapters.torch_fsdp2:FullyShardAdapter",
     "fsdp.fully_shard": "conformance.adapters.fsdp_composable:FullyShardAdapter",
+    "fsdp.FullyShardedDataParallel": "conformance.adapters.fsdp_wrapper:FullyShardedAdapter",
 }
 
 

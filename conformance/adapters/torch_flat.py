@@ -79,8 +79,12 @@ class Entry:
         return tensor.reshape(-1)
 
 
-def entries(root: nn.Module) -> Iterator[Entry]:
+def entries(root: nn.Module) -> list[Entry]:
     """Every original parameter of every flat parameter under `root`, in module order."""
+    return list(_found(root))
+
+
+def _found(root: nn.Module) -> Iterator[Entry]:
     for path, module in root.named_modules():
         handle = getattr(module, "_handle", None)
         if isinstance(module, FullyShardedDataParallel) and handle is not None:
@@ -126,20 +130,19 @@ def local_shard(flat: Any) -> Tensor:
     return part.detach()
 
 
-def full_parameters(root: nn.Module) -> dict[str, Tensor]:
+def full_parameters(known: list[Entry]) -> dict[str, Tensor]:
     """FQN to full parameter. Collective: one object all-gather among the ranks of the shards."""
-    whole = _assembled(list(entries(root)), lambda entry: local_shard(entry.flat))
+    whole = _assembled(known, lambda entry: local_shard(entry.flat))
     return {fqn: value for fqn, value in whole.items() if value is not None}
 
 
-def full_gradients(root: nn.Module) -> dict[str, Tensor | None]:
+def full_gradients(known: list[Entry]) -> dict[str, Tensor | None]:
     """FQN to full gradient, ``None`` where no rank has one. Collective as `full_parameters`."""
-    return _assembled(list(entries(root)), lambda entry: entry.optimized.grad)
+    return _assembled(known, lambda entry: entry.optimized.grad)
 
 
-def full_optimizer_state(root: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+def full_optimizer_state(known: list[Entry], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """FQN to the state that `optimizer` keeps. Collective: one object all-gather, as above."""
-    known = list(entries(root))
     own: list[dict[str, Any]] = []
     for entry in known:
         state = optimizer.state.get(entry.optimized, {})

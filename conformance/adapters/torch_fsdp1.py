@@ -49,7 +49,7 @@ STATE_TYPES: Mapping[StateKind, tuple[StateDictType, Any, Any]] = {
 }
 
 
-def _variants() -> dict[str, dict[str, Any]]:
+def variants() -> dict[str, dict[str, Any]]:
     """Both kinds of parameters under every strategy; hybrid meshes are (replicas, the rest)."""
     table: dict[str, dict[str, Any]] = {}
     for original in (False, True):
@@ -75,7 +75,7 @@ class FullyShardedAdapter(CheckpointDirectory):
     """Wraps the units that the model case names, then the root."""
 
     name: ClassVar[str] = "torch.FullyShardedDataParallel"
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = _variants()
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = variants()
     capabilities = frozenset(
         {
             "gradients",
@@ -144,15 +144,15 @@ class FullyShardedAdapter(CheckpointDirectory):
 
     def full_parameters(self, w: Wrapped) -> dict[str, Tensor]:
         """Gathered by position."""
-        return torch_flat.full_parameters(w.module)
+        return torch_flat.full_parameters(torch_flat.entries(w.module))
 
     def full_gradients(self, w: Wrapped) -> dict[str, Tensor | None]:
         """Gathered by position."""
-        return torch_flat.full_gradients(w.module)
+        return torch_flat.full_gradients(torch_flat.entries(w.module))
 
     def full_optimizer_state(self, w: Wrapped) -> dict[str, dict[str, Any]]:
         """Gathered by position."""
-        return torch_flat.full_optimizer_state(w.module, w.optimizer)
+        return torch_flat.full_optimizer_state(torch_flat.entries(w.module), w.optimizer)
 
     def model_state(
         self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False

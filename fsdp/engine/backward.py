@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp.engine.param_group import FSDPParamGroup
-from fsdp.engine.state import TrainingState
+from fsdp.engine.state import Prefetches, TrainingState
 from fsdp.engine.torch_private import queue_callback
 from fsdp.engine.trace import logger, trace
 from fsdp.engine.unit import FSDPState
@@ -45,7 +45,13 @@ def _prefetch(group: FSDPParamGroup) -> None:
 
 def _prefetch_previous(state: FSDPState, group: FSDPParamGroup, index: int) -> None:
     """Start to gather what ran before ``group``, whose place in the order is ``index``."""
+    if state.prefetches is Prefetches.NEVER:
+        return
     order = state.comm().post_forward_order
+    if state.prefetches is Prefetches.AFTER_GRADIENTS:
+        if index > 0:
+            group.then_prefetch = functools.partial(_prefetch, order[index - 1])
+        return
     if group.groups_in_state == 1:
         if index > 0:
             _prefetch(order[index - 1])

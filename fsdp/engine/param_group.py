@@ -7,7 +7,7 @@ reduce its gradients. When it is told so is the business of the unit (``forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class FSDPParamGroup:
         self.groups_in_state = 1
         self.comm_ctx: FSDPCommContext | None = None
         self.post_forward_indices: list[int] = []  # where forward left it in the order
+        self.then_prefetch: Callable[[], None] | None = None  # due once this backward is through
         self.shard = Shard(self.fsdp_params, info, options)
         self.reducer = Reducer(self.fsdp_params, info, options, self.settings)
         self._exposure = options.exposure
@@ -254,11 +255,14 @@ class FSDPParamGroup:
             self.enter(TrainingState.POST_BACKWARD)
             if self.settings.reduce_grads and (final or not self._more_to_come()):
                 self._reduce(alone=partial)
-                return
-            if self.settings.reshard_after_backward:
-                self.to_sharded()
-            if not self.settings.reduce_grads:
-                self.reducer.accumulate()
+            else:
+                if self.settings.reshard_after_backward:
+                    self.to_sharded()
+                if not self.settings.reduce_grads:
+                    self.reducer.accumulate()
+        prefetch, self.then_prefetch = self.then_prefetch, None
+        if prefetch is not None and not final:
+            prefetch()
 
     def _more_to_come(self) -> bool:
         """Whether a reduction now would send older gradients alone, and another one the new ones.
@@ -297,6 +301,7 @@ class FSDPParamGroup:
 
     def finalize_backward(self) -> None:
         """Leave nothing in flight behind the last backward of an iteration."""
+        self.then_prefetch = None
         self.reducer.wait_for_offload()
         self.drop_pending()
         self.post_forward_indices.clear()
@@ -310,6 +315,7 @@ class FSDPParamGroup:
 
     def abandon(self) -> None:
         """Return to the idle, sharded state; whatever was accumulated or in flight is lost."""
+        self.then_prefetch = None
         self.drop_pending()
         self.reducer.abandon()
         self.post_forward_indices.clear()

@@ -19,6 +19,14 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
+class Prefetches(Enum):
+    """When backward starts to gather the group that ran before the present one in forward."""
+
+    BEFORE_GRADIENTS = auto()
+    AFTER_GRADIENTS = auto()
+    NEVER = auto()
+
+
 _S = TrainingState
 TRAINING_STATE_CHANGES: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
     {

@@ -13,7 +13,7 @@ from fsdp.api import MixedPrecisionPolicy
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.schedule import FSDPCommContext
-from fsdp.engine.state import FSDPStateContext, TrainingState, check_change
+from fsdp.engine.state import FSDPStateContext, Prefetches, TrainingState, check_change
 
 _STATE = "_fsdp_state"
 
@@ -34,6 +34,7 @@ class FSDPState:
         context: shared with the units of the tree.
         forward_prefetch: units to gather right after this one in forward.
         backward_prefetch: units to gather right after this one in backward.
+        prefetches: whether and when backward gathers by itself the group that ran before.
         to_run_forward: of several ``modules``, those whose forward is still to come.
         auto_reshard_after_forward: whether the root may keep its parameters after forward.
     """
@@ -58,6 +59,7 @@ class FSDPState:
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
+        self.prefetches = Prefetches.BEFORE_GRADIENTS
         self.to_run_forward: set[nn.Module] = set()
         self.auto_reshard_after_forward = auto_reshard
         for module in modules:

@@ -12,7 +12,18 @@ import pytest
 from tests.package.tree import PACKAGES, module_name, python_files
 
 FACES = {
-    "wrapper": ("fsdp.wrapper", "fsdp.flat_parameter"),
+    "wrapper": (
+        "fsdp.wrapper",
+        "fsdp.wrapper_checks",
+        "fsdp.wrapper_mesh",
+        "fsdp.wrapper_options",
+        "fsdp.wrapper_setup",
+        "fsdp.wrapper_state_dict",
+        "fsdp.wrap",
+        "fsdp.clip",
+        "fsdp.flat_parameter",
+        "fsdp.full_params",
+    ),
     "composable": (
         "fsdp.composable",
         "fsdp.module",

@@ -1,0 +1,152 @@
+"""Whole parameters under their own names for a while, and what becomes of changes to them.
+
+Knows one unit's group and exposure; which units are opened is decided by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fsdp.engine.param import ShardedState
+from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.state import TrainingState
+from fsdp.engine.torch_private import all_gather
+from fsdp.engine.unit import FSDPState
+from fsdp.flat_parameter import FlatExposure, FlatParam, OriginalExposure
+
+
+def check_idle(states: Sequence[FSDPState]) -> None:
+    """Refuse to open units that are in use.
+
+    Raises:
+        AssertionError: in forward or backward, or open already.
+    """
+    for state in states:
+        if state.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            raise AssertionError(
+                "Cannot manually unshard parameters when already unsharding parameters"
+            )
+        context = state.context
+        running = context.iter_forward_root is not None
+        if running or context.post_backward_final_callback_queued:
+            raise AssertionError("Cannot manually unshard parameters during forward/backward")
+
+
+@contextmanager
+def whole_params(
+    state: FSDPState, *, writeback: bool, offload_to_cpu: bool = False, show: bool = True
+) -> Iterator[torch.Tensor | None]:
+    """Register the whole parameters of one unit, in their original dtype.
+
+    Args:
+        state: the unit, which must be idle.
+        writeback: whether changes reach the shard at the end.
+        offload_to_cpu: whether the whole parameters lie in host memory.
+        show: False to take part in the gather and leave the sharded parameters registered.
+
+    Yields:
+        The buffer (W * S,) of which the parameters are views; None for a unit without any.
+
+    *Collective* over the shard group. *Memory*: the whole parameters. *Blocks* the current stream
+    until the gather is over (the host, without streams).
+    """
+    if not state.groups:
+        state.enter(TrainingState.SUMMON_FULL_PARAMS)
+        try:
+            yield None
+        finally:
+            state.enter(TrainingState.IDLE)
+        return
+    (group,) = state.groups
+    was_whole = group.sharded_state is ShardedState.UNSHARDED
+    group.to_sharded()
+    group.relink()
+    state.enter(TrainingState.SUMMON_FULL_PARAMS)
+    group.enter(TrainingState.SUMMON_FULL_PARAMS)
+    try:
+        yield from _opened(group, writeback=writeback, offload_to_cpu=offload_to_cpu, show=show)
+    finally:
+        group.enter(TrainingState.IDLE)
+        state.enter(TrainingState.IDLE)
+        if was_whole:
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def _opened(
+    group: FSDPParamGroup, *, writeback: bool, offload_to_cpu: bool, show: bool
+) -> Iterator[torch.Tensor]:
+    with torch.no_grad():
+        full = _gather(group)
+    if not show:
+        yield full
+        return
+    if offload_to_cpu:
+        full = full.cpu()
+    exposure, params = _exposure(group), _params(group)
+    offsets = group.shard.layout.unsharded_offsets
+    wholes = [
+        full.narrow(0, start, param.shape.numel()).view(param.shape)
+        for param, start in zip(params, offsets, strict=True)
+    ]
+    exposure.show_full(params, wholes)
+    try:
+        yield full
+        # Not after an exception: the other ranks would wait, or keep half of a change.
+        if writeback:
+            with torch.no_grad():
+                _write_back(group, full, wholes)
+    finally:
+        exposure.hide_full(params)
+
+
+def _gather(group: FSDPParamGroup) -> torch.Tensor:
+    """Return the shards of all ranks, (W * S,), in their original dtype on the compute device."""
+    info, shard = group.mesh_info, group.shard.data
+    own = shard.to(group.options.device)
+    if info.shard_size == 1:
+        return own.clone() if own is shard else own
+    assert info.shard_group is not None
+    full = torch.empty(group.shard.layout.total_numel, dtype=own.dtype, device=own.device)
+    work = all_gather(full, own, info.shard_group, async_op=False)
+    if work is not None:
+        work.wait()
+    return full
+
+
+def _write_back(group: FSDPParamGroup, full: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+    """Copy this rank's elements into the shard; what lies between parameters stays zero.
+
+    Raises:
+        RuntimeError: a parameter was replaced by one of another shape.
+    """
+    exposure, shard = _exposure(group), group.shard
+    for param, whole in zip(_params(group), wholes, strict=True):
+        found = exposure.full(param)
+        if found.shape != whole.shape:
+            raise RuntimeError(
+                "Cannot writeback when the parameter shape changes\n"
+                f"'{param.fqn or param.info.param_name}' expects {tuple(whole.shape)} but got "
+                f"{tuple(found.shape)}"
+            )
+        if found.data_ptr() != whole.data_ptr() or found.stride() != whole.stride():
+            whole.copy_(found)
+    rank = group.mesh_info.shard_rank
+    own = full.narrow(0, rank * shard.layout.shard_numel, shard.layout.shard_numel)
+    for index in range(len(shard.plain)):
+        piece = shard.layout.piece(index, rank)
+        target = shard.data.narrow(0, piece.offset, piece.numel)
+        target.copy_(own.narrow(0, piece.offset, piece.numel))
+
+
+def _exposure(group: FSDPParamGroup) -> FlatExposure | OriginalExposure:
+    exposure = group.options.exposure
+    assert isinstance(exposure, (FlatExposure, OriginalExposure))
+    return exposure
+
+
+def _params(group: FSDPParamGroup) -> list[FlatParam]:
+    return [param for param in group.shard.plain if isinstance(param, FlatParam)]
