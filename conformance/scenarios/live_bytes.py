@@ -68,7 +68,7 @@ class AcceleratorMeter:
         On one card they are 64 MiB, and count for live bytes of whatever multiplies first.
         """
         square = torch.ones(256, 256, device=self._device, requires_grad=True)
-        (square @ square).sum().backward()  # type: ignore[no-untyped-call]
+        (square @ square).sum().backward()
 
     def _now(self) -> int:
         gc.collect()
