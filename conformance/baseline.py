@@ -7,7 +7,6 @@ parameters, buffers) is done around it. Its noise is measured as the oracle's is
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,11 +26,17 @@ from conformance.adapter import (
     StateKind,
     StepResult,
     Wrapped,
-    named_parameters,
     to_cpu,
 )
 from conformance.adapters.torch_ddp import DataParallelAdapter
-from conformance.oracle import add, trainable, units_of
+from conformance.oracle import (
+    InMemory,
+    add,
+    by_fqn,
+    trainable,
+    units_of,
+    with_declared_zeros,
+)
 
 
 @dataclass(kw_only=True)
@@ -49,7 +54,7 @@ class Observed(Wrapped):
     units: list[str] = field(default_factory=list)
 
 
-class Baseline(DataParallelAdapter):
+class Baseline(InMemory, DataParallelAdapter):
     """DDP as the truth. Every verb is *collective* over the default group."""
 
     name = "baseline"
@@ -146,26 +151,6 @@ class Baseline(DataParallelAdapter):
         dist.broadcast_object_list(box, src=self.first)
         self.bare(w).load_state_dict(dict(state) or box[0])
 
-    def optim_state(
-        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """The optimizer's state dict."""
-        return copy.deepcopy(w.optimizer.state_dict())
-
-    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
-        """Load it."""
-        w.optimizer.load_state_dict(dict(state))
-
-    def save(self, w: Wrapped, directory: Path) -> None:
-        """Keep both states under the directory's name."""
-        self._saved[directory] = (self.model_state(w, "full"), self.optim_state(w, "full"))
-
-    def load(self, w: Wrapped, directory: Path) -> None:
-        """Load what `save` kept."""
-        model, optimizer = self._saved[directory]
-        self.load_model_state(w, "full", model)
-        self.load_optim_state(w, "full", optimizer)
-
     # -- what defects would have produced: see `conformance.oracle_run.Truth` ----------------------
 
     def losses_of(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> Tensor:
@@ -174,12 +159,12 @@ class Baseline(DataParallelAdapter):
 
     def rank_gradients(self, w: Wrapped) -> dict[str, Tensor]:
         """This rank's own gradients before reduction, FQN to tensor."""
-        return _by_fqn(self.bare(w), cast(Observed, w).total)
+        return by_fqn(self.bare(w), cast(Observed, w).total)
 
     def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
         """What reduction would leave if the newest micro-batch were the only one."""
         own = cast(Observed, w)
-        return _by_fqn(self.bare(w), self._reduced(own, own.newest))
+        return by_fqn(self.bare(w), self._reduced(own, own.newest))
 
     def big_batch(
         self, w: Wrapped, module: nn.Module, batches: Sequence[Any], loss_fn: LossFn
@@ -210,26 +195,12 @@ class Baseline(DataParallelAdapter):
 
     def _filled(self, w: Observed, found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`found` with zeros where the adapter declares them for unused parameters."""
-        declared = self.conventions.unused_grad
-        pairs = zip(w.units, found, strict=True)
-        used = {unit for unit, gradient in pairs if gradient is not None}
-        return [
-            torch.zeros_like(parameter)
-            if gradient is None and (declared == "zero" or (declared == "unit" and unit in used))
-            else gradient
-            for parameter, gradient, unit in zip(trainable(w.module), found, w.units, strict=True)
-        ]
+        return with_declared_zeros(found, trainable(w.module), w.units, self.conventions)
 
     def _take_over_buffers(self, w: Wrapped) -> None:
         if self.conventions.buffers == "rank0":
             for buffer in self.bare(w).buffers():
                 dist.broadcast(buffer, src=self.first)
-
-
-def _by_fqn(module: nn.Module, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    by_id = {id(p): g for p, g in zip(trainable(module), gradients, strict=True)}
-    found = {fqn: by_id.get(id(p)) for fqn, p in named_parameters(module)}
-    return {fqn: to_cpu(g) for fqn, g in found.items() if g is not None}
 
 
 def _reset(w: Observed) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from conformance import models
-from conformance.adapter import Conventions
+from conformance.adapter import Adapter, Conventions
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.history import HistoryWriter
@@ -25,6 +25,7 @@ from conformance.per_rank import PerRank
 from conformance.ranks import Job, RankContext
 from conformance.ranks.job import load_function
 from conformance.scenarios import SCENARIOS, Run
+from conformance.scenarios.run import Writer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,6 @@ def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
 
     The three runs are dealt to the ranks, which know nothing of each other: no collective.
     """
-    case = Case.parse(request.case)
     for name, flavour in list(ORACLE_RUNS.items())[context.rank :: context.world_size]:
         directory = Path(request.directory) / name
         adapter = VirtualRanks(
@@ -148,19 +148,8 @@ def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
             reverse=flavour.reverse,
         )
         with VirtualWriter(directory, request.world) as writer:
-            run = OracleRun(
-                adapter=adapter,
-                case=case,
-                model=models.case(case.model),
-                writer=writer,
-                batch=virtual_batches(request, context.device, flavour.dtype),
-                device=context.device,
-                world=request.world,
-                scratch=directory,
-                dtype=flavour.dtype,
-                suspects=flavour.suspects,
-            )
-            SCENARIOS[case.scenario].program(run)
+            batch = virtual_batches(request, context.device, flavour.dtype)
+            run_truth(request, name, context.device, adapter, writer, batch)
 
 
 def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
@@ -171,7 +160,6 @@ def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
     """
     from conformance.baseline import Baseline
 
-    case = Case.parse(request.case)
     for name, flavour in ORACLE_RUNS.items():
         directory = Path(request.directory) / name
         adapter = Baseline(
@@ -182,19 +170,34 @@ def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
         )
         torch.manual_seed(rank_seed(request.seed, adapter.rank))
         with HistoryWriter(directory, adapter.rank, {"world": request.world}) as writer:
-            run = OracleRun(
-                adapter=adapter,
-                case=case,
-                model=models.case(case.model),
-                writer=writer,
-                batch=own_batches(request, adapter.rank, context.device, flavour.dtype),
-                device=context.device,
-                world=request.world,
-                scratch=directory,
-                dtype=flavour.dtype,
-                suspects=flavour.suspects,
-            )
-            SCENARIOS[case.scenario].program(run)
+            batch = own_batches(request, adapter.rank, context.device, flavour.dtype)
+            run_truth(request, name, context.device, adapter, writer, batch)
+
+
+def run_truth(
+    request: OracleRequest,
+    name: str,
+    device: torch.device,
+    adapter: Adapter,
+    writer: Writer,
+    batch: Callable[[int, int], Any],
+) -> None:
+    """Run the case once as the flavour `name` says."""
+    case = Case.parse(request.case)
+    flavour = ORACLE_RUNS[name]
+    run = OracleRun(
+        adapter=adapter,
+        case=case,
+        model=models.case(case.model),
+        writer=writer,
+        batch=batch,
+        device=device,
+        world=request.world,
+        scratch=Path(request.directory) / name,
+        dtype=flavour.dtype,
+        suspects=flavour.suspects,
+    )
+    SCENARIOS[case.scenario].program(run)
 
 
 def own_batches(
@@ -211,13 +214,8 @@ def virtual_batches(
     request: OracleRequest, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int, int], PerRank]:
     """(step, micro-batch) to every virtual rank's batch on `device`, floating parts in `dtype`."""
-    model = models.case(Case.parse(request.case).model)
-
-    def batches(step: int, micro: int) -> PerRank:
-        own = (model.batch(rank, step, micro) for rank in range(request.world))
-        return PerRank(tuple(cast_floating(models.move(batch, device), dtype) for batch in own))
-
-    return batches
+    ranks = [own_batches(request, rank, device, dtype) for rank in range(request.world)]
+    return lambda step, micro: PerRank(tuple(own(step, micro) for own in ranks))
 
 
 def cast_floating(batch: models.Batch, dtype: torch.dtype) -> models.Batch:

@@ -56,7 +56,33 @@ class VirtualState:
     units: list[str] = field(default_factory=list)
 
 
-class VirtualRanks(Adapter):
+class InMemory(Adapter):
+    """States of any kind, kept by the adapter itself: the truth goes through no file."""
+
+    _saved: dict[Path, tuple[Any, Any]]
+
+    def optim_state(
+        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
+    ) -> Any:
+        """A copy of the optimizer's state dict, whatever the kind."""
+        return copy.deepcopy(w.optimizer.state_dict())
+
+    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
+        """Load it."""
+        w.optimizer.load_state_dict(state)
+
+    def save(self, w: Wrapped, directory: Path) -> None:
+        """Keep both states in memory, under the directory's name."""
+        self._saved[directory] = (self.model_state(w, "full"), self.optim_state(w, "full"))
+
+    def load(self, w: Wrapped, directory: Path) -> None:
+        """Load what `save` kept."""
+        model, optimizer = self._saved[directory]
+        self.load_model_state(w, "full", model)
+        self.load_optim_state(w, "full", optimizer)
+
+
+class VirtualRanks(InMemory):
     """The oracle, in the shape of an adapter, so that it runs the very same scenarios.
 
     Batches and losses are `PerRank`. `reverse` accumulates ranks in the other order: same
@@ -139,26 +165,19 @@ class VirtualRanks(Adapter):
         """What reduction makes of every rank's gradients of all trainable parameters."""
         parameters = trainable(w.module)
         found = [
-            self.reduce([of_rank[rank][index] for rank in self.order], parameter)
-            for index, parameter in enumerate(parameters)
+            self.reduce([of_rank[rank][index] for rank in self.order])
+            for index in range(len(parameters))
         ]
-        if self.conventions.unused_grad == "unit":
-            pairs = zip(w.native.units, found, strict=True)
-            used = {unit for unit, gradient in pairs if gradient is not None}
-            for index, unit in enumerate(w.native.units):
-                if found[index] is None and unit in used:
-                    found[index] = torch.zeros_like(parameters[index])
-        return found
+        return with_declared_zeros(found, parameters, w.native.units, self.conventions)
 
-    def reduce(self, parts: Sequence[Tensor | None], parameter: Tensor) -> Tensor | None:
+    def reduce(self, parts: Sequence[Tensor | None]) -> Tensor | None:
         """What reduction makes of the ranks' gradients of one parameter."""
         total: Tensor | None = None
         for part in parts:
             total = add(total, part)
-        if total is None:
-            zero = self.conventions.unused_grad == "zero"
-            return torch.zeros_like(parameter) if zero else None
-        return total if self.conventions.gradients == "sum" else total / self.world
+        if total is None or self.conventions.gradients == "sum":
+            return total
+        return total / self.world
 
     def zero_grad(self, w: Wrapped) -> None:
         """Drop the reduced gradients and every rank's own."""
@@ -206,26 +225,6 @@ class VirtualRanks(Adapter):
             with _as_rank(w.module, w.native, rank):
                 w.module.load_state_dict(state.values[rank] or state.values[0])
 
-    def optim_state(
-        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
-    ) -> Any:
-        """The state dict of the one optimizer, whatever the kind."""
-        return copy.deepcopy(w.optimizer.state_dict())
-
-    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
-        """Load it."""
-        w.optimizer.load_state_dict(state)
-
-    def save(self, w: Wrapped, directory: Path) -> None:
-        """Keep both states in memory, under the directory's name."""
-        self._saved[directory] = (self.model_state(w, "full"), self.optim_state(w, "full"))
-
-    def load(self, w: Wrapped, directory: Path) -> None:
-        """Load what `save` kept."""
-        model, optimizer = self._saved[directory]
-        self.load_model_state(w, "full", model)
-        self.load_optim_state(w, "full", optimizer)
-
     def losses_of(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> PerRank:
         """Every rank's loss, outside any rank's random numbers."""
         return PerRank(tuple(loss_fn(module, b) for b in batch.values))
@@ -243,16 +242,11 @@ class VirtualRanks(Adapter):
 
     def rank_gradients(self, w: Wrapped) -> PerRank:
         """Every rank's own gradients before reduction, FQN to tensor."""
-        return PerRank(tuple(self._by_fqn(w, grads) for grads in w.native.gradients))
+        return PerRank(tuple(by_fqn(w.module, grads) for grads in w.native.gradients))
 
     def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
         """What reduction would leave if the newest micro-batch were the only one."""
-        return self._by_fqn(w, self.reduced(w, w.native.last_micro))
-
-    def _by_fqn(self, w: Wrapped, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        by_id = {id(p): g for p, g in zip(trainable(w.module), gradients, strict=True)}
-        found = {fqn: by_id.get(id(p)) for fqn, p in named_parameters(w.module)}
-        return {fqn: to_cpu(g) for fqn, g in found.items() if g is not None}
+        return by_fqn(w.module, self.reduced(w, w.native.last_micro))
 
     def _reset(self, w: Wrapped) -> None:
         count = len(trainable(w.module))
@@ -270,6 +264,34 @@ class VirtualRanks(Adapter):
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """Parameters that take gradients, each once."""
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def by_fqn(module: nn.Module, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """FQN to gradient on CPU, of `module`'s trainable parameters that have one."""
+    by_id = {id(p): g for p, g in zip(trainable(module), gradients, strict=True)}
+    found = {fqn: by_id.get(id(p)) for fqn, p in named_parameters(module)}
+    return {fqn: to_cpu(g) for fqn, g in found.items() if g is not None}
+
+
+def with_declared_zeros(
+    found: Sequence[Tensor | None],
+    parameters: Sequence[nn.Parameter],
+    units: Sequence[str],
+    conventions: Conventions,
+) -> list[Tensor | None]:
+    """Reduced gradients `found`, with zeros where `conventions` declares them for unused ones.
+
+    `units` holds the path of the unit around each parameter.
+    """
+    declared = conventions.unused_grad
+    pairs = zip(units, found, strict=True)
+    used = {unit for unit, gradient in pairs if gradient is not None}
+    return [
+        torch.zeros_like(parameter)
+        if gradient is None and (declared == "zero" or (declared == "unit" and unit in used))
+        else gradient
+        for parameter, gradient, unit in zip(parameters, found, units, strict=True)
+    ]
 
 
 def units_of(module: nn.Module, units: tuple[type[nn.Module], ...]) -> list[str]:

@@ -68,3 +68,19 @@ def agreed(function: Callable[..., Any], world: int, **kwargs: Any) -> Any:
     values = on_ranks(function, world, **kwargs)
     assert all(value == values[0] for value in values), f"ranks differ: {values}"
     return values[0]
+
+
+def error_of(call: Callable[[], Any]) -> list[str]:
+    """Type and text of what ``call`` raises; two empty strings if nothing."""
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def named_on_every_rank(errors: tuple[Any, ...], kind: type[BaseException], fragment: str) -> None:
+    """Every rank raised that error, with that fragment in its text."""
+    for name, text in errors:
+        assert name == kind.__name__, text
+        assert fragment in text

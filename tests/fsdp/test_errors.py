@@ -23,7 +23,7 @@ from fsdp import (
     share_comm_ctx,
 )
 from tests.fsdp.plain import DIM, batch, build, loss_of
-from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.ranks import agreed, error_of, named_on_every_rank, on_ranks
 from tests.fsdp.test_training import shard_blocks
 
 
@@ -238,19 +238,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 def _raises(context: RankContext, case: str) -> list[str]:
-    try:
-        CASES[case][0]()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return ["", ""]
+    return error_of(CASES[case][0])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_named_on_every_rank(case: str) -> None:
     _, kind, fragment = CASES[case]
-    for name, text in on_ranks(_raises, 2, case=case):
-        assert name == kind.__name__, text
-        assert fragment in text
+    named_on_every_rank(on_ranks(_raises, 2, case=case), kind, fragment)
 
 
 def _different_models(context: RankContext, what: str) -> str:

@@ -32,7 +32,7 @@ from fsdp.engine.readiness import check_ready
 from fsdp.engine.reduction import uniform_dtype
 from fsdp.engine.torch_private import has_replicate
 from tests.fsdp.plain import DIM, batch, build, compare, loss_of, train_plain, train_sharded, whole
-from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.ranks import agreed, error_of, named_on_every_rank, on_ranks
 from tests.fsdp.test_parallel import Pair
 from tests.fsdp.test_training import shard_blocks
 
@@ -197,19 +197,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 def _raises(context: RankContext, case: str) -> list[str]:
-    try:
-        CASES[case][0]()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return ["", ""]
+    return error_of(CASES[case][0])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit_together_is_named_on_every_rank(case: str) -> None:
     _, kind, fragment = CASES[case]
-    for name, text in on_ranks(_raises, 2, fresh=True, case=case):
-        assert name == kind.__name__, text
-        assert fragment in text
+    named_on_every_rank(on_ranks(_raises, 2, fresh=True, case=case), kind, fragment)
 
 
 def _several_groups_train(context: RankContext) -> list[Any]:
