@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from conformance.adapter import (
     BuildConfig,
     OptimizerFactory,
-    Refusal,
     StateKind,
     Wrapped,
     toggled,
 )
 from conformance.adapters import torch_checkpoint
+from conformance.adapters.meshes import hybrid_mesh
 from conformance.adapters.torch_checkpoint import CheckpointDirectory
 
 
@@ -111,16 +111,7 @@ class ComposableAdapter(CheckpointDirectory):
 
 
 def _mesh(config: BuildConfig, replicas: int | None) -> Any:
-    """All ranks in a row, or (replicas, ranks per replica).
-
-    Raises:
-        Refusal: the ranks cannot be divided into that many replicas.
-    """
-    world, device = config.world_size, config.device.type
+    """All ranks in a row, or (replicas, ranks per replica)."""
     if replicas is None:
-        return init_device_mesh(device, (world,))
-    if world % replicas:
-        raise Refusal(f"{world} ranks cannot form {replicas} replicas of equal size")
-    return init_device_mesh(
-        device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
-    )
+        return init_device_mesh(config.device.type, (config.world_size,))
+    return hybrid_mesh(config, replicas)
