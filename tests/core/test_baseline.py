@@ -107,6 +107,27 @@ def test_the_noise_of_the_baseline_is_that_of_the_oracle(
         assert of_baseline <= 8 * of_oracle
 
 
+def test_the_reversed_run_adds_the_ranks_in_another_order(tmp_path: Path) -> None:
+    request = OracleRequest(
+        world=3,  # of two numbers both orders give the same sum
+        conventions=Conventions(),
+        capabilities=(),
+        case="mlp/train/accumulation=1,optimizer=sgd",
+        seed=0,
+        directory=str(tmp_path),
+    )
+    with RankPool(world=3, device="cpu", preload=PRELOAD) as running:
+        outcome = running.run(Job.of(run_baseline, request=request), timeout=120)
+    assert outcome.verdict is RankVerdict.OK
+    reference, other = (History.read(tmp_path / name, 3) for name in ("reference", "reversed"))
+    errors = [
+        distance(other.get(rank, "gradients", step=0)[key], value)
+        for rank in range(3)
+        for key, value in reference.get(rank, "gradients", step=0).items()
+    ]
+    assert 0.0 < max(errors) < 1e-6
+
+
 def judged(directory: Path, adapter: str, case: str, mutant: str | None = None) -> list[Finding]:
     setting = Setting(directory=directory, baseline="ddp", timeout=120)
     with Session(setting) as session:
