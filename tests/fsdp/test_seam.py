@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,7 +205,10 @@ def _single(context: RankContext) -> None:
     """One matrix whose rows do not divide: borders lie inside rows."""
     model = build(nn.Linear, in_features=10, out_features=3, bias=False)
     group = flatten(model, mesh_info_of(default_mesh(), None))
-    loss_of(model, batch(0, context.rank)).backward()
+    loss = loss_of(model, batch(0, context.rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an output of the wrong size is enlarged with a warning
+        loss.backward()
     plain = build(nn.Linear, in_features=10, out_features=3, bias=False)
     for rank in range(context.world_size):
         (loss_of(plain, batch(0, rank)) / context.world_size).backward()
