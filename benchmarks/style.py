@@ -5,10 +5,11 @@ copied with nothing but their import lines changed; the changed lines are shown.
 `FSDPTest` needs accelerators: without them its cells are only collected and compared by name.
 This project's run on accelerators, if there are two, and on the CPU.
 
-    python benchmarks/style.py [--file core] [--every 1] [--out benchmarks/results/style-cpu.json]
+    python benchmarks/style.py [--file core] [--every 1] [--jobs 1] [--out RESULTS.json]
 
-PyTorch's take 8 to 14 s a cell: `--file` (repeatable) and `--every N` select some. The table goes
-beside the JSON file.
+PyTorch's take 8 to 14 s a cell: `--file` (repeatable) and `--every N` select some, and `--jobs N`
+runs N of PyTorch's cells at once on the same accelerators, which makes each of them slower. The
+table goes beside the JSON file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,23 @@ def run(folder: Path, cells: list[str], **environment: str) -> Ran:
     return Ran(outcomes=outcomes, times=times, seconds=seconds)
 
 
+def run_at_once(folder: Path, files: list[str], cells: list[str], jobs: int) -> Ran:
+    """Run every `jobs`-th cell in one of `jobs` copies of `folder`, all at the same time."""
+    start = time.perf_counter()
+    parts = [cells[index::jobs] for index in range(min(jobs, len(cells)))]
+    copies = [folder / f"part{index}" for index in range(len(parts))]
+    for copy in copies:
+        copy.mkdir()
+        write_copies(copy, files)
+    with ThreadPoolExecutor(len(parts)) as threads:
+        ran = list(threads.map(run, copies, parts))
+    return Ran(
+        outcomes={cell: outcome for part in ran for cell, outcome in part.outcomes.items()},
+        times={cell: seconds for part in ran for cell, seconds in part.times.items()},
+        seconds=time.perf_counter() - start,
+    )
+
+
 def table(runs: dict[str, Ran]) -> str:
     cells = sorted(cell for cell in next(iter(runs.values())).outcomes)
     width = max(len(cell.rpartition("::")[2]) for cell in cells)
@@ -153,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="one test file, two frameworks")
     parser.add_argument("--file", action="append", choices=FILES, help="repeatable; all by default")
     parser.add_argument("--every", type=int, default=1, help="run every N-th cell")
+    parser.add_argument("--jobs", type=int, default=1, help="so many of PyTorch's cells at once")
     parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
     options = parser.parse_args()
     files = options.file or list(FILES)
@@ -167,7 +187,8 @@ def main() -> int:
         missing = sorted(set(cells) ^ set(theirs))
         chosen = cells[:: options.every]
         if accelerator is not None and cards >= WORLD:
-            runs[f"torch, {WORLD} {accelerator.type}"] = run(copies, chosen)
+            torch_run = run_at_once(copies, files, chosen, options.jobs)
+            runs[f"torch, {WORLD} {accelerator.type}"] = torch_run
             runs[f"ours, {WORLD} {accelerator.type}"] = run(FOLDER, chosen)
         hidden = {f"{accelerator.type.upper()}_VISIBLE_DEVICES": ""} if accelerator else {}
         runs["ours, cpu"] = run(FOLDER, chosen, **hidden)
@@ -181,6 +202,7 @@ def main() -> int:
         "python": platform.python_version(),
     }
     notes = [
+        f"PyTorch's cells ran {options.jobs} at once, this project's one at a time",
         f"{len(cells)} cells here, {len(theirs)} with PyTorch's FSDPTest, "
         f"{len(missing)} on one side only{': ' if missing else ''}{', '.join(missing)}",
         "lines that differ between the two versions of the files:",

@@ -82,9 +82,9 @@ class _Rank:
 
     def tidy(self) -> list[str]:
         """Destroy the groups that the job made; names the global state that it left changed."""
+        gc.collect()  # reference cycles hold wrappers, and they hold process groups and hooks
         changed = fingerprint.changes(self.before, fingerprint.fingerprint(self.device))
         self.before = {}
-        gc.collect()  # reference cycles hold wrappers, and they hold process groups
         gc.freeze()  # what is left belongs to modules that the job imported
         if dist.is_initialized():
             made = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,16 +59,20 @@ class AcceleratorMeter:
         self._before = self._now()
 
     def read(self, usual: int | None = None) -> int:
-        """See `Meter`. Blocks until the device is idle."""
-        return self._now() - self._before
+        """See `Meter`. Blocks until the device is idle, and for at most `SETTLE_SECONDS` more.
+
+        A communicator's watchdog drops what a finished collective used, some time after it ended.
+        """
+        return _settled(self._now, None if usual is None else usual + self._before) - self._before
 
     def _warm_up(self) -> None:
-        """Let libraries take their workspaces, which stay: one a thread that multiplies matrices.
+        """Let libraries take their workspaces, which stay and are nobody's.
 
-        On one card they are 64 MiB, and count for live bytes of whatever multiplies first.
+        Each thread that multiplies has its own, and a product with a bias one more: 32 + 32 + 1 MiB
+        on one card, which would count for live bytes of whatever multiplies first.
         """
         square = torch.ones(256, 256, device=self._device, requires_grad=True)
-        (square @ square).sum().backward()
+        nn.functional.linear(square @ square, square, square[0]).sum().backward()
 
     def _now(self) -> int:
         gc.collect()
@@ -105,12 +109,7 @@ class CpuMeter(TorchDispatchMode):
     def read(self, usual: int | None = None) -> int:
         """See `Meter`. Blocks for at most `SETTLE_SECONDS`."""
         gc.collect()
-        least = self._now()
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while usual is not None and least > usual and time.monotonic() < deadline:
-            time.sleep(0.01)
-            least = min(least, self._now())
-        return least
+        return _settled(self._now, usual)
 
     def _now(self) -> int:
         total = 0
@@ -141,3 +140,13 @@ class CpuMeter(TorchDispatchMode):
         known = self._storages.get(storage._cdata)
         if known is None or known() is None:
             self._storages[storage._cdata] = weakref.ref(storage)
+
+
+def _settled(now: Callable[[], int], usual: int | None) -> int:
+    """The least of what `now` gives, asked again for a moment while it is more than `usual`."""
+    least = now()
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while usual is not None and least > usual and time.monotonic() < deadline:
+        time.sleep(0.01)
+        least = min(least, now())
+    return least

@@ -6,24 +6,60 @@ that nobody reads afterwards: silently, for a whole training run.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 _MARK = "_fsdp_not_for_optimizers"
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_guarding = False
+
+
+class _Mark:
+    """What a parameter is called and why no optimizer may hold it; lives as long as it does."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        self.reason = reason
+
+
+class _Guard:
+    """The one hook on every optimizer's step, installed while marked parameters are alive."""
+
+    def __init__(self) -> None:
+        self._marks: set[weakref.ref[_Mark]] = set()
+        self._hook: RemovableHandle | None = None
+        # re-entrant: a collection that starts inside may drop a mark on the same thread
+        self._lock = threading.RLock()
+
+    def watch(self, mark: _Mark) -> None:
+        with self._lock:
+            self._marks.add(weakref.ref(mark, self._drop))
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(_check_optimizer)
+
+    def _drop(self, gone: weakref.ref[_Mark]) -> None:
+        with self._lock:
+            self._marks.discard(gone)
+            if not self._marks and self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+
+_guard = _Guard()
 
 
 def refuse_in_optimizers(param: nn.Parameter, name: str, reason: str) -> None:
-    """Let an optimizer that holds ``param`` raise at its first step."""
-    global _guarding
-    setattr(param, _MARK, (name, reason))
-    if not _guarding:
-        _guarding = True
-        register_optimizer_step_pre_hook(_check_optimizer)
+    """Let an optimizer that holds ``param`` raise at its first step.
+
+    Every optimizer of the process is looked at, once, as long as such a parameter is alive.
+    """
+    mark = _Mark(name, reason)
+    setattr(param, _MARK, mark)
+    _guard.watch(mark)
 
 
 def _check_optimizer(optimizer: Optimizer, *_args: Any) -> None:
@@ -32,9 +68,9 @@ def _check_optimizer(optimizer: Optimizer, *_args: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     marks = [mark for param in params if (mark := getattr(param, _MARK, None)) is not None]
     if marks:
-        shown = ", ".join(name for name, _ in marks[:3]) + (", ..." if len(marks) > 3 else "")
+        shown = ", ".join(mark.name for mark in marks[:3]) + (", ..." if len(marks) > 3 else "")
         raise ValueError(
-            f"{type(optimizer).__name__} holds {len(marks)} parameters that {marks[0][1]} "
+            f"{type(optimizer).__name__} holds {len(marks)} parameters that {marks[0].reason} "
             f"({shown}): its steps would change nothing. Make the optimizer over the sharded "
             "parameters, after sharding."
         )

@@ -10,7 +10,7 @@ from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Ledger
 from conformance.checks.sharding import needed
-from conformance.scenarios.live_bytes import metering
+from conformance.scenarios.live_bytes import AcceleratorMeter, metering
 from conformance.scenarios.memory import STEPS
 from conformance.scenarios.run import stored_bytes
 from tests.checks.literal import Net, Story, cause, first_mismatch
@@ -219,3 +219,18 @@ def test_a_meter_waits_only_while_more_is_alive_than_usual(
         assert slept == []
         assert meter.read(usual=0) == 0
         assert len(slept) == 1
+
+
+def test_the_accelerator_s_meter_waits_until_a_watchdog_has_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_out = [100]
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: given_out[-1])
+    meter = AcceleratorMeter(torch.device("cpu"))
+    given_out += [164, 164 + 1024]
+    monkeypatch.setattr(
+        "conformance.scenarios.live_bytes.time.sleep", lambda seconds: given_out.pop()
+    )
+    assert meter.read(usual=2048) == 64 + 1024, "no more than usual: nothing to wait for"
+    assert meter.read(usual=64) == 64

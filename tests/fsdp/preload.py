@@ -13,8 +13,6 @@ import torch.distributed.tensor.parallel
 from torch import nn
 
 import fsdp  # noqa: F401 - imported for its ranks
-from fsdp.engine.optimizer_guard import refuse_in_optimizers
 
 for _kind in (torch.optim.AdamW, torch.optim.SGD):
     _kind([nn.Parameter(torch.empty(0))], lr=0.1)
-refuse_in_optimizers(nn.Parameter(torch.empty(0)), "preload", "")
