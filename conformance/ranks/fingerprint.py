@@ -6,7 +6,10 @@ torch and Python keep global state. Must not know pools or messages.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
+import operator
 import os
 import random
 import signal
@@ -15,7 +18,6 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ _OWNERS: Mapping[str, Any] = {
 
 _OPTIMIZERS = tuple(name for name in _OWNERS if name.startswith("torch.optim."))
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())
+_handler = inspect.unwrap(signal.getsignal)  # without the search for a name of every handler
+_THREADS = "/proc/self/task"
 _MISSING = object()
 _CODE = (
     types.FunctionType,
@@ -80,7 +84,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
     """
     state: dict[str, Any] = {name: read() for name, read in _SETTINGS.items()}
     for number in _SIGNALS:
-        state[f"handler of signal {number}"] = signal.getsignal(number)
+        state[f"handler of signal {number}"] = _handler(number)
     if device.type != "cpu":
         state["current device"] = torch.accelerator.current_device_index()
         state["current stream"] = torch.accelerator.current_stream()
@@ -110,6 +114,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 def _patched(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Names that stand for other code than before, or for code where there was nothing."""
+    if list(before) == list(after) and all(map(operator.is_, before.values(), after.values())):
+        return []
     names = [name for name, value in before.items() if after.get(name, _MISSING) is not value]
     names += [name for name in after if name not in before]
     return [name for name in names if _is_patch(before, after, name)]
@@ -160,11 +166,10 @@ def _threads() -> tuple[int, ...]:
 def _children() -> tuple[int, ...]:
     """Process ids of live children of any thread of this process (Linux)."""
     found: list[int] = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        try:
-            found += [int(pid) for pid in path.read_text().split()]
-        except OSError:
-            continue  # the thread ended meanwhile
+    for thread in os.listdir(_THREADS):
+        # a thread may end meanwhile
+        with contextlib.suppress(OSError), open(f"{_THREADS}/{thread}/children") as file:
+            found += map(int, file.read().split())
     return tuple(sorted(found))
 
 
