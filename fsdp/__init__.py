@@ -18,10 +18,11 @@ from fsdp.api import (
 )
 from fsdp.composable import fully_shard
 from fsdp.engine.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp.engine.unshard_handle import UnshardHandle
 from fsdp.flat_parameter import FlatParameter
+from fsdp.grad_scaler import ShardedGradScaler
 from fsdp.module import (
     FSDPModule,
-    UnshardHandle,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
     register_fsdp_forward_method,
@@ -63,6 +64,7 @@ __all__ = [
     "OptimStateDictConfig",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardedGradScaler",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",

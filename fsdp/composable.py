@@ -31,6 +31,7 @@ from fsdp.engine.mesh import (
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import find_owners
 from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.state import Wording
 from fsdp.engine.unit import FSDPState, state_of
 from fsdp.module import fsdp_class
 from fsdp.placement import ShardPlacementFnResult, resolve_placement
@@ -39,6 +40,13 @@ ShardPlacementFn = Callable[[nn.Parameter], ShardPlacementFnResult]
 
 _FULL_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+_WORDING = Wording(
+    module="FSDP2-wrapped module",
+    sharing=(
+        "For shared/tied parameters, use fully_shard([module_a, module_b]) to place them in the "
+        "same FSDP group."
+    ),
+)
 
 
 def fully_shard(  # noqa: PLR0913 - torch's interface
@@ -85,14 +93,21 @@ def fully_shard(  # noqa: PLR0913 - torch's interface
     """
     modules = _modules_of(module)
     mesh = default_mesh() if mesh is None else mesh
-    info = mesh_info_of(mesh, dp_mesh_dims)
+    info = mesh_info_of(mesh, dp_mesh_dims, "fully_shard")
     ignored = frozenset(ignored_params or ())
     managed = managed_modules(modules, ignored)
-    params, buffers = managed_states(managed, ignored)
+    params, buffers = managed_states(managed, ignored, "fully_shard")
     device = device_of(mesh)
     after = reshard_mesh_info(reshard_after_forward, info)
     move_to([*params, *buffers], device)
-    state = FSDPState(modules, info, device, mp_policy, auto_reshard=reshard_after_forward is None)
+    state = FSDPState(
+        modules,
+        info,
+        device,
+        mp_policy,
+        auto_reshard=reshard_after_forward is None,
+        wording=_WORDING,
+    )
     options = GroupOptions(
         device=device,
         exposure=DTensorExposure(),

@@ -1,24 +1,23 @@
-"""Flat parameters: all parameters of a unit end to end, and what users see of them.
+"""Flat parameters: all parameters of a unit end to end, in the order in which they lie in memory.
 
-While a unit is sharded its module shows either one ``FlatParameter`` (``FlatExposure``) or the
-user's own parameters as views of this rank's elements (``OriginalExposure``). While whole
-parameters are summoned, both show them under their own names.
+Says what may share a flat parameter, how a unit's parameters are laid out and cut, and what is
+known of each. What users see of them is in ``flat_exposure.py`` and ``original_exposure.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.engine.layout import Extent, Layout, end_to_end
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import FSDPParam, ParamModuleInfo, uid_of
-from fsdp.engine.torch_private import post_accumulate_hooks
 
 FLAT_PARAM = "_flat_param"
 _TAKEN = "_fsdp_flattened"
@@ -66,12 +65,49 @@ class FlatParam(FSDPParam):
     Attributes:
         local: this rank's elements (n,), a part of the shard.
         original: the user's object, if it stays; else None.
+        stride: of the user's parameter, if it is dense; else that of a copy of it.
+        order: its dims from the outermost in memory to the innermost; None if that is their order.
+        whole: the memory behind ``unsharded``, whatever the user has put in its place.
+        address: of ``local``, when it was last bound.
         gradient: the gradient of ``original`` while whole parameters are summoned.
+        held: whether ``original`` shows a whole gradient that waits for a reduction.
+        earlier: the reduced gradient that it hides.
     """
 
     local: torch.Tensor
     original: nn.Parameter | None
+    stride: tuple[int, ...]
+    order: tuple[int, ...] | None
+    whole: torch.Tensor | None = None
+    address: int = 0
     gradient: torch.Tensor | None = None
+    held: bool = False
+    earlier: torch.Tensor | None = None
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the user's parameter lies in the order of its indices."""
+        return self.order is None and self.stride[-1] == 1
+
+    def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a whole ``tensor`` that enumerates it as the flat parameter does."""
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def restored(self, run: torch.Tensor) -> torch.Tensor:
+        """Return ``run`` (numel,) of a whole flat parameter in the user's shape and strides."""
+        return run.as_strided(self.shape, self.stride)
+
+
+def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims of ``tensor`` from the outermost in memory to the innermost.
+
+    None if that is their order, or if the tensor is not dense and has to be copied in any case.
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    return tuple(order) if tensor.permute(order).is_contiguous() else None
 
 
 def check_flattenable(params: Sequence[nn.Parameter], *, use_orig_params: bool) -> None:
@@ -79,6 +115,8 @@ def check_flattenable(params: Sequence[nn.Parameter], *, use_orig_params: bool) 
 
     Raises:
         ValueError: integers, several dtypes, flat already, or owned by another unit.
+        NotImplementedError: DTensors.
+        RuntimeError: an optimizer is to step in backward on parameters that will be gone.
     """
     for param in params:
         if isinstance(param, FlatParameter):
@@ -89,8 +127,17 @@ def check_flattenable(params: Sequence[nn.Parameter], *, use_orig_params: bool) 
                 "wrapped before: one copy would be trained without the other. Wrap all modules "
                 "that share it in one unit."
             )
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                f"a parameter of shape {tuple(param.shape)} is a DTensor, which cannot share a "
+                "flat parameter; fully_shard cuts parameters that are sharded already"
+            )
         if not (param.is_floating_point() or param.is_complex()):
             raise ValueError("Cannot flatten integer dtype tensors")
+        if not use_orig_params and hasattr(param, "_in_backward_optimizers"):
+            raise RuntimeError(
+                "FSDP optimizer in backward only supported with use_orig_params=True!"
+            )
     for what, values in (
         ("dtype", {param.dtype for param in params}),
         ("`requires_grad` when `use_orig_params=False`", {p.requires_grad for p in params}),
@@ -98,6 +145,11 @@ def check_flattenable(params: Sequence[nn.Parameter], *, use_orig_params: bool) 
         if len(values) > 1 and not (use_orig_params and "grad" in what):
             shown = sorted(map(str, values))
             raise ValueError(f"Must flatten tensors with uniform {what} but got {shown}")
+
+
+def mark_taken(param: nn.Parameter) -> None:
+    """Let another unit refuse ``param``."""
+    setattr(param, _TAKEN, True)
 
 
 def flatten(
@@ -115,9 +167,11 @@ def flatten(
     layout = lay_out([Extent.flat(p.numel()) for p in params], info.shard_size, align=1)
     found = []
     for index, (param, owner) in enumerate(zip(params, owners, strict=True)):
-        piece = layout.piece(index, info.shard_rank)
-        local = param.detach().reshape(-1)[piece.start : piece.stop].clone()
-        setattr(param, _TAKEN, True)
+        piece, order = layout.piece(index, info.shard_rank), order_in_memory(param)
+        data = param.detach()
+        dense = order is not None or data.is_contiguous()
+        run = (data if order is None else data.permute(order)).reshape(-1)
+        mark_taken(param)
         if not use_orig_params:
             refuse_in_optimizers(param, owner.param_name, "were flattened after it was made")
         found.append(
@@ -127,15 +181,26 @@ def flatten(
                 shape=param.shape,
                 dim=None,
                 dtype=param.dtype,
-                local=local,
+                stride=data.stride() if dense else run.view(data.shape).stride(),
+                order=order,
+                local=run[piece.start : piece.stop].clone(),
                 original=param if use_orig_params else None,
             )
         )
     return found
 
 
-class _Exposure:
-    """What both exposures have in common."""
+class BaseExposure:
+    """What the exposures of flat parameters have in common.
+
+    Args:
+        low_dtype: the dtype in which reduced gradients are left to users; None: the parameters'.
+        watches: whether parameters that the user has replaced are looked for before each gather.
+    """
+
+    def __init__(self, *, low_dtype: torch.dtype | None, watches: bool) -> None:
+        self._low_dtype = low_dtype
+        self._watches = watches
 
     def local(self, param: FlatParam) -> torch.Tensor:
         """Return this rank's elements of ``param``."""
@@ -152,241 +217,38 @@ class _Exposure:
         raise AssertionError("a flat parameter is not resharded to a smaller mesh")
 
     def plain_gradient(self, param: FlatParam, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient``, which is plain."""
-        return gradient
-
-
-class FlatExposure(_Exposure):
-    """Registers one flat parameter on the wrapped module; the original names are attributes.
-
-    Args:
-        owner: the wrapped module.
-        requires_grad: of the flat parameter.
-    """
-
-    def __init__(self, owner: nn.Module, *, requires_grad: bool) -> None:
-        self._owner = owner
-        self._requires_grad = requires_grad
-        self._flat: nn.Parameter | None = None
-        self._places: list[tuple[int, int]] = []  # (offset, elements) in the shard
-        self._absent: dict[FlatParam, torch.Tensor] = {}
-
-    @property
-    def flat(self) -> nn.Parameter:
-        """The flat parameter, (S,)."""
-        assert self._flat is not None, "a shard is bound when a group is made"
-        return self._flat
-
-    def bind(
-        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
-        """Point the flat parameter at ``shard``; optimizers keep the object."""
-        self._places = [(int(p.storage_offset()), p.numel()) for p in pieces]
-        for param, piece in zip(params, pieces, strict=True):
-            param.local = piece
-            # Outside of forward there is no such tensor; code that prints modules asks for it.
-            self._absent[param] = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        if self._flat is None:
-            self._flat = FlatParameter(shard, self._requires_grad)
-            for param in params:
-                for module, name, _ in param.slots:
-                    module._parameters.pop(name, None)
-            self.show_sharded(params)
-            self._owner._parameters[FLAT_PARAM] = self._flat
-        else:
-            self._flat.data = shard
-
-    def reread(self, params: Sequence[FlatParam]) -> None:
-        """Adopt where the user has moved the flat parameter, or what it was replaced by.
+        """Return ``gradient`` in the order of the flat parameter.
 
         Raises:
-            ValueError: it has another size.
+            RuntimeError: backward was run to be differentiated itself.
         """
-        found = self._owner._parameters.get(FLAT_PARAM)
-        if found is None:
-            return
-        if found.shape != self.flat.shape:
-            raise ValueError(
-                f"the flat parameter was replaced by one of shape {tuple(found.shape)}; wanted "
-                f"{tuple(self.flat.shape)}"
+        if gradient.requires_grad:
+            raise RuntimeError(
+                "FSDP does not support gradients of gradients: call backward() without "
+                "create_graph=True"
             )
-        if found is not self._flat:
-            self._flat = found
-            found._is_flat_param = True  # type: ignore[attr-defined]
-        data = found.data
-        for param, (offset, numel) in zip(params, self._places, strict=True):
-            param.local = data.narrow(0, offset, numel)
-
-    def requires_grad(self, param: FlatParam) -> bool:
-        """Whether the flat parameter is to be trained."""
-        return self.flat.requires_grad
-
-    def leaf(self, param: FlatParam, whole: torch.Tensor) -> nn.Parameter:
-        """Make the leaf, a plain tensor: no parameter but the flat one is registered."""
-        return cast("nn.Parameter", whole.requires_grad_(self.flat.requires_grad))
-
-    def show_sharded(self, params: Sequence[FlatParam]) -> None:
-        """Put tensors without memory where the whole ones were."""
-        for param in params:
-            _set_attributes(param, self._absent[param])
-
-    def show_whole(self, params: Sequence[FlatParam]) -> None:
-        """Put the leaves there."""
-        for param in params:
-            assert param.unsharded is not None
-            _set_attributes(param, param.unsharded)
-
-    def accumulates(self, params: Sequence[FlatParam]) -> bool:
-        """Whether a gradient is there already, or user code waits for one."""
-        return self.flat.grad is not None or bool(post_accumulate_hooks(self.flat))
-
-    def hand_over(
-        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
-        """Set the flat gradient (S,), or add to the one that is there."""
-        flat = self.flat
-        if flat.grad is None:
-            flat.grad = shard
-        else:
-            flat.grad += shard
-        for hook in post_accumulate_hooks(flat):
-            hook(flat)
-
-    def show_full(self, params: Sequence[FlatParam], wholes: Sequence[torch.Tensor]) -> None:
-        """Register ``wholes`` under the original names instead of the flat parameter."""
-        self._owner._parameters.pop(FLAT_PARAM)
-        for param, whole in zip(params, wholes, strict=True):
-            parameter = nn.Parameter(whole, requires_grad=self.flat.requires_grad)
-            for module, name, _ in param.slots:
-                module.__dict__.pop(name, None)
-                module.register_parameter(name, parameter)
-
-    def full(self, param: FlatParam) -> torch.Tensor:
-        """Return what is registered as ``param`` while ``show_full`` holds."""
-        return cast("nn.Parameter", param.registered()).data
-
-    def hide_full(self, params: Sequence[FlatParam]) -> None:
-        """Undo ``show_full``."""
-        for param in params:
-            for module, name, _ in param.slots:
-                module._parameters.pop(name, None)
-        self.show_sharded(params)
-        self._owner._parameters[FLAT_PARAM] = self.flat
+        return param.in_order(gradient)
 
 
-def _set_attributes(param: FlatParam, tensor: torch.Tensor) -> None:
-    for module, name, plain in param.slots:
-        if plain:
-            module.__dict__[name] = tensor
-        else:
-            setattr(module, name, tensor)  # a class that keeps a list of its weights
+def set_gradient(param: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set ``param.grad`` to a gradient that may differ from it in shape, dtype and device."""
+    alike = gradient.dtype == param.dtype and gradient.device == param.device
+    if alike and gradient.shape == param.shape:
+        param.grad = gradient
+        return
+    # Assigning checks all three; changing the data of what is assigned does not.
+    param.grad = torch.empty_like(param)
+    param.grad.data = gradient
 
 
-class OriginalExposure(_Exposure):
-    """Keeps the user's parameters registered, each a view (n,) of this rank's elements of it.
-
-    Args:
-        keeps_shape: nothing is sharded, so each has all its elements and keeps its shape.
-    """
-
-    def __init__(self, *, keeps_shape: bool) -> None:
-        self._keeps_shape = keeps_shape
-
-    def _shown(self, param: FlatParam, piece: torch.Tensor) -> torch.Tensor:
-        return piece.view(param.shape) if self._keeps_shape else piece
-
-    def bind(
-        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
-        """Point the user's parameters at their pieces; optimizers keep the objects."""
-        for param, piece in zip(params, pieces, strict=True):
-            param.local = piece
-            original_of(param).data = self._shown(param, piece)
-
-    def reread(self, params: Sequence[FlatParam]) -> None:
-        """Adopt what the user has put in the place of a parameter or of its data.
-
-        Raises:
-            RuntimeError: it has another shape.
-        """
-        for param in params:
-            found = param.registered()
-            if found is None or found is param.unsharded:
-                continue
-            wanted = self._shown(param, param.local).shape
-            if found.shape != wanted:
-                raise RuntimeError(
-                    "Cannot writeback when the parameter shape changes\n"
-                    f"'{param.fqn or param.info.param_name}' expects {tuple(wanted)} "
-                    f"but got {tuple(found.shape)}"
-                )
-            if found is not param.original:
-                param.original = found
-                setattr(found, _TAKEN, True)
-                param.install(found)
-            param.local = found.data.reshape(-1)
-
-    def requires_grad(self, param: FlatParam) -> bool:
-        """Whether the user's parameter is to be trained."""
-        return original_of(param).requires_grad
-
-    def leaf(self, param: FlatParam, whole: torch.Tensor) -> nn.Parameter:
-        """Make the leaf of forward and backward."""
-        return nn.Parameter(whole, requires_grad=original_of(param).requires_grad)
-
-    def show_sharded(self, params: Sequence[FlatParam]) -> None:
-        """Register the user's parameters."""
-        for param in params:
-            param.install(param.original)
-
-    def show_whole(self, params: Sequence[FlatParam]) -> None:
-        """Register the leaves."""
-        for param in params:
-            param.install(param.unsharded)
-
-    def accumulates(self, params: Sequence[FlatParam]) -> bool:
-        """Whether a gradient is there already, or user code waits for one."""
-        originals = [original_of(param) for param in params]
-        return any(o.grad is not None or post_accumulate_hooks(o) for o in originals)
-
-    def hand_over(
-        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
-        """Set each gradient, or add to it; none where nothing is trained or nothing lies here."""
-        for param, piece in zip(params, pieces, strict=True):
-            original = original_of(param)
-            if not original.requires_grad or not piece.numel():
-                continue
-            gradient = self._shown(param, piece)
-            if original.grad is None:
-                original.grad = gradient
-            else:
-                original.grad += gradient
-            for hook in post_accumulate_hooks(original):
-                hook(original)
-
-    def show_full(self, params: Sequence[FlatParam], wholes: Sequence[torch.Tensor]) -> None:
-        """Point the user's parameters at ``wholes``; their gradients are put aside."""
-        for param, whole in zip(params, wholes, strict=True):
-            original = original_of(param)
-            param.gradient, original.grad = original.grad, None
-            original.data = whole
-
-    def full(self, param: FlatParam) -> torch.Tensor:
-        """Return what is registered as ``param`` while ``show_full`` holds."""
-        return cast("nn.Parameter", param.registered()).data
-
-    def hide_full(self, params: Sequence[FlatParam]) -> None:
-        """Undo ``show_full``."""
-        for param in params:
-            original = original_of(param)
-            original.data = self._shown(param, param.local)
-            original.grad, param.gradient = param.gradient, None
-            param.install(original)
-
-
-def original_of(param: FSDPParam) -> nn.Parameter:
-    """Return the user's parameter, which stays with original names."""
-    assert isinstance(param, FlatParam)
-    assert param.original is not None, "the user's parameter stays with original names"
-    return param.original
+def put_on_leaf(param: FlatParam, gradient: torch.Tensor) -> None:
+    """Give a gradient that waited for a reduction back to the leaf of ``param``."""
+    whole = param.unsharded
+    if whole is None or whole.dtype != gradient.dtype or whole.device != gradient.device:
+        # The leaf was made anew since, in another dtype.
+        kept = param.accumulated_grad
+        param.accumulated_grad = gradient if kept is None else kept + gradient
+    elif whole.grad is None:
+        whole.grad = gradient
+    else:
+        whole.grad += gradient

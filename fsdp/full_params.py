@@ -1,12 +1,13 @@
 """Whole parameters under their own names for a while, and what becomes of changes to them.
 
-Knows one unit's group and exposure; which units are opened is decided by the caller.
+Knows one unit's group and exposure; which units are opened is decided by the caller. Whole
+gradients beside them are in ``full_gradients.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -15,7 +16,10 @@ from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import TrainingState
 from fsdp.engine.torch_private import all_gather
 from fsdp.engine.unit import FSDPState
-from fsdp.flat_parameter import FlatExposure, FlatParam, OriginalExposure
+from fsdp.flat_exposure import FlatExposure
+from fsdp.flat_parameter import FlatParam
+from fsdp.full_gradients import WholeGradients
+from fsdp.original_exposure import OriginalExposure
 
 
 def check_idle(states: Sequence[FSDPState]) -> None:
@@ -37,7 +41,12 @@ def check_idle(states: Sequence[FSDPState]) -> None:
 
 @contextmanager
 def whole_params(
-    state: FSDPState, *, writeback: bool, offload_to_cpu: bool = False, show: bool = True
+    state: FSDPState,
+    *,
+    writeback: bool,
+    offload_to_cpu: bool = False,
+    show: bool = True,
+    with_grads: bool = False,
 ) -> Iterator[torch.Tensor | None]:
     """Register the whole parameters of one unit, in their original dtype.
 
@@ -46,6 +55,7 @@ def whole_params(
         writeback: whether changes reach the shard at the end.
         offload_to_cpu: whether the whole parameters lie in host memory.
         show: False to take part in the gather and leave the sharded parameters registered.
+        with_grads: whether whole gradients are shown beside them, if originals are registered.
 
     Yields:
         The buffer (W * S,) of which the parameters are views; None for a unit without any.
@@ -61,48 +71,61 @@ def whole_params(
             state.enter(TrainingState.IDLE)
         return
     (group,) = state.groups
-    was_whole = group.sharded_state is ShardedState.UNSHARDED
+    before = group.sharded_state
     group.to_sharded()
     group.relink()
     state.enter(TrainingState.SUMMON_FULL_PARAMS)
     group.enter(TrainingState.SUMMON_FULL_PARAMS)
     try:
-        yield from _opened(group, writeback=writeback, offload_to_cpu=offload_to_cpu, show=show)
+        with ExitStack() as stack:
+            full = _gather(group)
+            # Now: while whole parameters are registered, the gradients are put aside.
+            gradients = WholeGradients(group) if with_grads else None
+            if show:
+                if offload_to_cpu:
+                    full = full.cpu()
+                stack.enter_context(_opened(group, full, gradients, writeback=writeback))
+            yield full
     finally:
         group.enter(TrainingState.IDLE)
         state.enter(TrainingState.IDLE)
-        if was_whole:
+        if before is not ShardedState.SHARDED:
             group.unshard()
             group.wait_for_unshard()
+            if before is ShardedState.KEPT:
+                group.hide()
 
 
+@contextmanager
 def _opened(
-    group: FSDPParamGroup, *, writeback: bool, offload_to_cpu: bool, show: bool
-) -> Iterator[torch.Tensor]:
-    with torch.no_grad():
-        full = _gather(group)
-    if not show:
-        yield full
-        return
-    if offload_to_cpu:
-        full = full.cpu()
+    group: FSDPParamGroup,
+    full: torch.Tensor,
+    gradients: WholeGradients | None,
+    *,
+    writeback: bool,
+) -> Iterator[None]:
     exposure, params = _exposure(group), _params(group)
     offsets = group.shard.layout.unsharded_offsets
     wholes = [
-        full.narrow(0, start, param.shape.numel()).view(param.shape)
+        param.restored(full.narrow(0, start, param.shape.numel()))
         for param, start in zip(params, offsets, strict=True)
     ]
     exposure.show_full(params, wholes)
+    if gradients is not None:
+        gradients.show()
     try:
-        yield full
+        yield
         # Not after an exception: the other ranks would wait, or keep half of a change.
         if writeback:
             with torch.no_grad():
                 _write_back(group, full, wholes)
+                if gradients is not None:
+                    gradients.write_back()
     finally:
         exposure.hide_full(params)
 
 
+@torch.no_grad()
 def _gather(group: FSDPParamGroup) -> torch.Tensor:
     """Return the shards of all ranks, (W * S,), in their original dtype on the compute device."""
     info, shard = group.mesh_info, group.shard.data

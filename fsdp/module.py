@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp.comm_settings import CommSettings
 from fsdp.engine.hooks import wrap_method
-from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.unshard_handle import UnshardHandle, start_unshard
 from fsdp.pass_settings import PassSettings, states_of
 
 _cls_to_fsdp_cls: dict[type, type] = {}
@@ -59,15 +59,7 @@ class FSDPModule(PassSettings, CommSettings):
         Returns:
             None, or with ``async_op`` a handle; the next forward waits for it by itself.
         """
-        groups = self._groups()
-        for group in groups:
-            group.lazy_init()
-            group.unshard(async_op=async_op)
-        handle = _PendingUnshard(groups)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return start_unshard(self._groups(), async_op=async_op)
 
     def reset_iter_state(self) -> None:
         """Forget an iteration that an exception ended; its gradients are lost. Root only.
@@ -101,23 +93,6 @@ def fsdp_class(cls: type) -> type:
 
 def _no_deepcopy(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
-
-
-class UnshardHandle:
-    """Waits for a ``FSDPModule.unshard``."""
-
-    def wait(self) -> None:
-        """Register the whole parameters; the current stream may use them from now on."""
-
-
-class _PendingUnshard(UnshardHandle):
-    def __init__(self, groups: list[FSDPParamGroup]) -> None:
-        self._groups = groups
-
-    def wait(self) -> None:
-        groups, self._groups = self._groups, []
-        for group in groups:
-            group.wait_for_unshard()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

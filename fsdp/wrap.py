@@ -195,10 +195,11 @@ def choose_targets(
         raise ValueError(
             f"auto_wrap_policy should be a policy object or a callable, got {policy!r}"
         )
-    return {m: chosen[m] for m in _post_order(root) if m in chosen and m is not root}
+    return {m: chosen[m] for m in post_order(root) if m in chosen and m is not root}
 
 
-def _post_order(root: nn.Module) -> list[nn.Module]:
+def post_order(root: nn.Module) -> list[nn.Module]:
+    """Return the modules of a tree, children before parents and siblings in order."""
     found: dict[nn.Module, None] = {}
     visited: set[nn.Module] = set()
 

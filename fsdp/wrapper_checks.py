@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.api import MixedPrecisionPolicy
 from fsdp.wrapper_mesh import check_groups
 from fsdp.wrapper_options import (
+    STRATEGIES,
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -57,11 +58,6 @@ class Arguments:
                 raise TypeError(f"FullyShardedDataParallel: {name} got {value!r}, wanted {kinds}")
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise ValueError(f"Expected {self.param_init_fn} to be callable")
-        if self.mixed_precision.keep_low_precision_grads:
-            raise NotImplementedError(
-                "MixedPrecision(keep_low_precision_grads=True) is not supported yet: gradients "
-                "are kept in the dtype of their parameters"
-            )
         check_groups(groups, mesh, self.sharding_strategy, has_policy=has_policy)
         container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if container and type(module).forward is nn.Module.forward:
@@ -78,6 +74,15 @@ class Arguments:
     def for_children(self) -> dict[str, Any]:
         """Return what the units of an auto-wrap policy are made with."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which gradients stay after reduction; None: the parameters'."""
+        mixed = self.mixed_precision
+        if not mixed.keep_low_precision_grads:
+            return None
+        if STRATEGIES[self.sharding_strategy].shards:
+            return mixed.param_dtype
+        return mixed.reduce_dtype or mixed.param_dtype
 
     def policy(self, *, cast_forward_inputs: bool = False) -> MixedPrecisionPolicy:
         """Return the dtypes as the engine takes them."""

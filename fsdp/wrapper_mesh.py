@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp.engine.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp.engine.mesh import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    default_device,
+)
 from fsdp.wrapper_options import STRATEGIES, ShardingStrategy
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
@@ -149,7 +155,7 @@ def compute_device(
     asked = _device_of_id(device_id)
     if asked is None:
         if not found:
-            return _default_device()
+            return default_device()
         if any(t.device.type == "cpu" for t in tensors):
             raise RuntimeError(
                 "The module has CPU module parameters and parameters on "
@@ -161,6 +167,18 @@ def compute_device(
             f"Inconsistent compute device and `device_id` on rank {rank}: {found[0]} vs {asked}"
         )
     return asked
+
+
+def warn_about_cpu(tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Say that a module on the CPU stays there until the user moves it."""
+    if device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
+        warnings.warn(
+            "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "
+            f"run on CPU. Pass `device_id` to move it to {device} first, or move the wrapped "
+            "module yourself before training. `sync_module_states=True` needs it there.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _device_of_id(device_id: int | torch.device | None) -> torch.device | None:
@@ -187,10 +205,3 @@ def _device_of_id(device_id: int | torch.device | None) -> torch.device | None:
         )
         return torch.device(device.type, index)
     return device
-
-
-def _default_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -60,7 +60,8 @@ class MixedPrecision:
         param_dtype: of the all-gather and of the computation.
         reduce_dtype: of the gradient reduction. None: ``param_dtype``.
         buffer_dtype: of floating-point buffers, from the first forward on.
-        keep_low_precision_grads: not supported here.
+        keep_low_precision_grads: leave reduced gradients in ``param_dtype``; without sharding, in
+            ``reduce_dtype``. For optimizers that take them; it saves their memory.
         cast_forward_inputs: cast this unit's floating-point inputs to ``param_dtype``.
         cast_root_forward_inputs: the same for the root of the tree alone.
         _module_classes_to_ignore: with a wrap policy, modules of these classes become units of

@@ -6,11 +6,14 @@ A unit gathers its parameters when the recursion enters it and gives them up whe
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
+from fsdp.full_params import check_idle, whole_params
 from fsdp.wrapper_options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -19,9 +22,104 @@ from fsdp.wrapper_options import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp.wrapper_unit import PREFIX, WrappedUnit, units_of
 
-WRAPPED = "_fsdp_wrapped_module"
-PREFIX = f"{WRAPPED}."
+
+class States(WrappedUnit):
+    """The verbs about state dicts."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the whole parameters and the buffers under the names of the plain model.
+
+        *Collective* over the shard groups. *Memory*: the result, and the whole parameters of the
+        units from this one down to the one being saved.
+        """
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        destination = given.get("destination")
+        config = self._state_dict_settings.state_dict_config
+        assert isinstance(config, FullStateDictConfig)
+        check_idle([self._state] if not self._is_open() else [])
+        with ExitStack() as stack:
+            full = None
+            if not self._is_open():
+                full = stack.enter_context(whole_params(self._state, writeback=False))
+            found: dict[str, Any] = new_destination() if destination is None else destination
+            before = set(found)
+            self._fsdp_wrapped_module.state_dict(
+                destination=found,
+                prefix=given.get("prefix", ""),
+                keep_vars=given.get("keep_vars", False),
+            )
+            keys = [key for key in found if key not in before]
+            if config.rank0_only and not self._is_first_rank():
+                for key in keys:
+                    del found[key]
+            else:
+                detach_unit(found, keys, full, self._buffer_dtypes, config)
+            return found
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set the form of ``state_dict`` on all units below ``module``; return what it was.
+
+        Raises:
+            NotImplementedError: another form than the full one.
+            RuntimeError: a config of another form.
+        """
+        settings = full_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = States.get_state_dict_type(module)
+        for unit in units_of(module):
+            unit._state_dict_settings = settings
+        return before if before is not None else StateDictSettings()
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """Return the settings of the units below ``module``; None if there are none.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        found = [unit._state_dict_settings for unit in units_of(module)]
+        if any(settings != found[0] for settings in found):
+            raise AssertionError(f"All FSDP modules must have the same settings, got {found}")
+        return found[0] if found else None
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None, None, None]:
+        """Set the form of ``state_dict`` for the body; it is restored after an exception too."""
+        before = States.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for unit in units_of(module):
+                unit._state_dict_settings = before
+
+    def _install_load_hooks(self) -> None:
+        self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def optim_state_dict(*_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """Refuse: optimizer states are not supported yet."""
+        not_yet("optim_state_dict")
+
+    @staticmethod
+    def optim_state_dict_to_load(*_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """Refuse: optimizer states are not supported yet."""
+        not_yet("optim_state_dict_to_load")
 
 
 def full_settings(
@@ -113,3 +211,18 @@ def not_yet(what: str) -> NoReturn:
         f"{what} is not supported by this FullyShardedDataParallel yet; for optimizer states use "
         "torch.distributed.checkpoint with fully_shard"
     )
+
+
+def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    check_idle([module._state])
+    module._loading = ExitStack()
+    module._loading.enter_context(whole_params(module._state, writeback=True))
+    insert_prefix(state_dict, prefix)
+
+
+def _after_load(module: Any, incompatible: Any) -> None:
+    stack, module._loading = module._loading, None
+    if stack is not None:
+        stack.close()
+    clean(incompatible.missing_keys)
+    clean(incompatible.unexpected_keys)

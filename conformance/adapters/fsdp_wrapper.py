@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from conformance.adapter import StateKind, Wrapped, clean_fqn
+from conformance.adapters.covering import CoveringAdapter, pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.torch_checkpoint import from_rank0
-from conformance.adapters.wrapping import WrapperAdapter
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_options import (
+    BackwardPrefetch,
+    CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    MixedPrecision,
     ShardingStrategy,
     StateDictType,
 )
@@ -43,7 +46,7 @@ def _of_group(group: Any, names: Mapping[tuple[nn.Module, str], list[str]]) -> I
         yield Entry(
             fqns=tuple(fqn for owner in param.info.owners() for fqn in names[owner]),
             shape=tuple(param.shape),
-            stride=None,
+            stride=None if param.contiguous else param.stride,
             first=piece.start,
             count=piece.numel,
             offset=piece.offset,
@@ -53,13 +56,15 @@ def _of_group(group: Any, names: Mapping[tuple[nn.Module, str], list[str]]) -> I
         )
 
 
-class FullyShardedAdapter(WrapperAdapter):
+class FullyShardedAdapter(CoveringAdapter):
     """With its full model state."""
 
-    name: ClassVar[str] = "fsdp.FullyShardedDataParallel"
     wrapper = FullyShardedDataParallel
     strategies = ShardingStrategy
     policy = ModuleWrapPolicy
+    prefetches = BackwardPrefetch
+    offload = CPUOffload
+    precision = MixedPrecision
     capabilities = frozenset(
         {
             "gradients",
@@ -98,3 +103,9 @@ class FullyShardedAdapter(WrapperAdapter):
         """A state that rank 0 alone holds is broadcast: the wrapper wants it on all ranks."""
         self._plain(kind, "load_model_state")
         w.module.load_state_dict(from_rank0(state))
+
+
+class PairsAdapter(FullyShardedAdapter):
+    """The same, in variants among which every two options meet."""
+
+    variants = pairs()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -22,9 +25,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from conformance.adapter import StateKind, Wrapped
 from conformance.adapters import torch_flat
+from conformance.adapters.covering import CoveringAdapter, pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.torch_checkpoint import CheckpointDirectory, from_rank0, only_rank0_holds
-from conformance.adapters.wrapping import HYBRID, WrapperAdapter, strategy_warnings_ignored
+from conformance.adapters.wrapping import HYBRID, strategy_warnings_ignored
 
 LOCAL_STATES = frozenset({"model_state.local", "optim_state.local"})
 # refused by the wrapper without sharding; `save` writes a sharded state
@@ -40,13 +44,15 @@ STATE_TYPES: Mapping[StateKind, tuple[StateDictType, Any, Any]] = {
 }
 
 
-class FullyShardedAdapter(WrapperAdapter, CheckpointDirectory):
+class FullyShardedAdapter(CoveringAdapter, CheckpointDirectory):
     """With its states of every kind."""
 
-    name: ClassVar[str] = "torch.FullyShardedDataParallel"
     wrapper = FullyShardedDataParallel
     strategies = ShardingStrategy
     policy = ModuleWrapPolicy
+    prefetches = BackwardPrefetch
+    offload = CPUOffload
+    precision = MixedPrecision
     capabilities = frozenset(
         {
             "gradients",
@@ -111,6 +117,12 @@ class FullyShardedAdapter(WrapperAdapter, CheckpointDirectory):
                 w.module, w.optimizer, dict(state)
             )
         w.optimizer.load_state_dict(mine)
+
+
+class PairsAdapter(FullyShardedAdapter):
+    """The same, in variants among which every two options meet."""
+
+    variants = pairs()
 
 
 @contextmanager

@@ -99,7 +99,7 @@ class WrapperAdapter(Adapter):
 
     def entries(self, root: nn.Module) -> list[flat.Entry]:
         """Every original parameter of every flat parameter under `root`."""
-        raise NotImplementedError(f"adapter {self.name} has no entries()")
+        raise NotImplementedError(f"{type(self).__name__} has no entries()")
 
     def full_parameters(self, w: Wrapped) -> dict[str, Tensor]:
         """Gathered by position."""

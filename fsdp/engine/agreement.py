@@ -6,7 +6,7 @@ Knows lines of text and process groups; what the lines say is the caller's busin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 import torch
@@ -25,8 +25,11 @@ def agree(
     problem: Exception | None,
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
+    compared: Callable[[str], str] = str,
 ) -> None:
     """Raise on every rank of ``groups`` if one has a ``problem`` or other ``lines``.
+
+    ``compared`` says what of a line the ranks must have in common; default, all of it.
 
     *Collective* over each of ``groups``: one all-gather of 16 bytes per rank, and one of the
     texts themselves if there is something to report. *Blocks* the host.
@@ -39,20 +42,25 @@ def agree(
     for group in groups:
         if group.size() > 1:
             # The next group hears of it too: raising now would leave its other ranks alone.
-            problem = _exchange(mine, problem, group, device)
+            problem = _exchange(mine, problem, group, device, compared)
     if problem is not None:
         raise problem
 
 
 def _exchange(
-    mine: list[str], problem: Exception | None, group: dist.ProcessGroup, device: torch.device
+    mine: list[str],
+    problem: Exception | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    compared: Callable[[str], str],
 ) -> Exception | None:
-    digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")
+    text = "\n".join(map(compared, mine))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     sent = torch.tensor([digest, int(problem is not None)], dtype=torch.int64, device=device)
     got = torch.empty(2 * group.size(), dtype=torch.int64, device=device)
-    work = all_gather(got, sent, group, async_op=False)
-    if work is not None:
-        work.wait()
+    work = all_gather(got, sent, group, async_op=True)
+    assert work is not None, "an asynchronous collective has a handle"
+    work.wait()
     reports = got.view(-1, 2).tolist()
     if all(report == [reports[0][0], 0] for report in reports):
         return problem
@@ -65,17 +73,21 @@ def _exchange(
     for rank, (_, kind, text) in zip(ranks, texts, strict=True):
         if kind:
             return _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {text}")
-    return ValueError(_first_difference(ranks, [lines for lines, _, _ in texts]))
+    return ValueError(_first_difference(ranks, [lines for lines, _, _ in texts], compared))
 
 
-def _first_difference(ranks: Sequence[int], texts: Sequence[list[str]]) -> str:
-    reference = texts[0]
-    for rank, other in zip(ranks, texts, strict=True):
-        for number, (ours, theirs) in enumerate(zip_longest(reference, other)):
-            if ours != theirs:
-                return (
-                    f"the model of rank {ranks[0]} differs from that of rank {rank} at parameter "
-                    f"{number}: rank {ranks[0]} has {ours or 'no more parameters'}, rank {rank} "
-                    f"has {theirs or 'no more parameters'}. Build the same model on all ranks."
-                )
-    return "the models of the ranks differ"
+def _first_difference(
+    ranks: Sequence[int], texts: Sequence[list[str]], compared: Callable[[str], str]
+) -> str:
+    # There is one: other digests come of other texts.
+    rank, number, ours, theirs = next(
+        (rank, number, ours, theirs)
+        for rank, other in zip(ranks, texts, strict=True)
+        for number, (ours, theirs) in enumerate(zip_longest(texts[0], other, fillvalue=""))
+        if compared(ours) != compared(theirs)
+    )
+    return (
+        f"the model of rank {ranks[0]} differs from that of rank {rank} at parameter "
+        f"{number}: rank {ranks[0]} has {ours or 'no more parameters'}, rank {rank} "
+        f"has {theirs or 'no more parameters'}. Build the same model on all ranks."
+    )

@@ -25,6 +25,7 @@ def pre_backward(state: FSDPState, gradient: torch.Tensor) -> torch.Tensor:
         if group.training_state is TrainingState.PRE_BACKWARD:
             continue
         group.enter(TrainingState.PRE_BACKWARD)
+        group.reducer.recall()
         with trace("pre_backward", group.module_fqn):
             group.unshard(async_op=group.settings.unshard_async_op)
             group.wait_for_unshard()
@@ -90,3 +91,4 @@ def end_of_backward(root: FSDPState) -> None:
             for group in state.groups:
                 group.finalize_backward()
     context.post_backward_final_callback_queued = False
+    context.backwards += 1

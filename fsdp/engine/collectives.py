@@ -39,8 +39,7 @@ class WholeBuffer:
 
     def free(self) -> None:
         """Give the memory back to the stream that it was allocated on."""
-        if self._nbytes:
-            self._storage.resize_(0)
+        self._storage.resize_(0)
 
 
 def param_view(

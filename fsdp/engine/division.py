@@ -61,11 +61,11 @@ def choose_division(
                 after=1.0,
             )
     divisor = float(total) if factor is None else float(factor)
-    before = 1.0 if wide else _half_of(divisor)
+    before = 1.0 if wide else half_of(divisor)
     return Division(before=before, after=divisor / before, **sums)
 
 
-def _half_of(divisor: float) -> float:
+def half_of(divisor: float) -> float:
     """Return a power of two near the square root of ``divisor``.
 
     Dividing by it first and by the rest afterwards keeps fp16 sums from overflowing without

@@ -73,4 +73,23 @@ class Exposure(Protocol[P_contra]):
         """
 
 
+class Edits(Protocol[P_contra]):
+    """What users may change between passes beside values, and what they see of held gradients.
+
+    For faces whose users see plain parameters and gradients.
+    """
+
+    def changed(self, params: Sequence[P_contra]) -> bool:
+        """Whether users have replaced a sharded parameter, or its memory, since ``bind``."""
+
+    def check_whole(self, params: Sequence[P_contra]) -> None:
+        """Raise if users have replaced a leaf, or its memory, since ``show_whole``."""
+
+    def show_held(self, params: Sequence[P_contra]) -> bool:
+        """Take the whole gradients off the leaves and show them; return whether any is shown."""
+
+    def recall_held(self, params: Sequence[P_contra]) -> None:
+        """Put what ``show_held`` showed back onto the leaves, as users have left it."""
+
+
 AnyExposure = Exposure[Any]

@@ -213,6 +213,4 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _resize(tensor: torch.Tensor, nbytes: int) -> None:
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != nbytes:
-        storage.resize_(nbytes)
+    tensor.untyped_storage().resize_(nbytes)

@@ -138,7 +138,7 @@ def post_forward(state: FSDPState, module: nn.Module, args: Any, output: Any) ->
     if state.context.iter_forward_root is state:
         output = _complete_partial_groups(state, output)
         if not torch.is_grad_enabled():
-            _forget_order(state)
+            _end_of_evaluation(state)
         state.comm().end_of_forward()
         state.context.iter_forward_root = None
     return _cast_output(state, output)
@@ -170,8 +170,11 @@ def _complete_partial_groups(root: FSDPState, output: Any) -> Any:
     return output
 
 
-def _forget_order(root: FSDPState) -> None:
-    """Forget the order of an evaluation: no backward walks it back, and it would only grow."""
+def _end_of_evaluation(root: FSDPState) -> None:
+    """Close a forward after which no backward comes: its order would only grow."""
+    for state in root.context.all_states:
+        for group in state.groups:
+            group.end_of_evaluation()
     order, start = root.comm().post_forward_order, root.context.order_start
     for group in order[start:]:
         while group.post_forward_indices and group.post_forward_indices[-1] >= start:
@@ -189,7 +192,7 @@ def _hook_outputs(state: FSDPState, output: Any) -> None:
 
 def _warn_about_view(state: FSDPState) -> None:
     warnings.warn(
-        f"FSDP2-wrapped module ({state.name}) returned a view tensor. An in-place op on it "
+        f"{state.wording.module} ({state.name}) returned a view tensor. An in-place op on it "
         "(x += y) drops the hook that gathers the parameters for backward, which then fails "
         "or gives wrong gradients. Use out = out + y, or return out.clone().",
         UserWarning,

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp.api import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from fsdp.engine.exposure import AnyExposure, LayOut
+from fsdp.engine.exposure import AnyExposure, Edits, LayOut
+
+
+class Kept(Enum):
+    """What users see of whole parameters that stay in memory between forward and backward.
+
+    Unless they are SHOWN throughout, they are given up after a forward without gradients: no
+    backward follows that would, and the next optimizer step makes them stale.
+    """
+
+    SHOWN = auto()
+    UNTIL_BACKWARD = auto()  # not after a backward that reduces nothing and keeps them
+    HIDDEN = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +38,10 @@ class GroupOptions:
         offload_policy: where shards live between uses.
         whole_reductions: reduce the whole shard or nothing; a parameter without a gradient counts
             as zero. For exposures with one gradient for all.
+        kept: whether whole parameters that stay in memory stay registered.
+        edits: with it, sharded parameters may be replaced between passes, and gradients that wait
+            for a reduction are shown, in the dtype in which they were computed, and taken back as
+            users leave them.
     """
 
     device: torch.device
@@ -33,6 +50,8 @@ class GroupOptions:
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     whole_reductions: bool = False
+    kept: Kept = Kept.SHOWN
+    edits: Edits[Any] | None = None
 
     @property
     def offload(self) -> bool:
@@ -44,6 +63,20 @@ class GroupOptions:
         """Whether offloaded shards are page-locked, where there is an accelerator to gain by it."""
         policy = self.offload_policy
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnReduction:
+    """A user's way from whole gradients to reduced ones, divisions included.
+
+    Attributes:
+        run: gets the packed gradients (W * S,) and the shard (S,) to fill; or the gradients alone,
+            to be reduced in place, where nothing is sharded.
+        casts: whether it chooses the dtype of the communication itself.
+    """
+
+    run: Callable[[torch.Tensor, torch.Tensor | None], None]
+    casts: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,5 +95,6 @@ class GroupSettings:
     all_gather_comm: AllGather | None = None
     reduce_scatter_comm: ReduceScatter | None = None
     reduce_scatter_group: dist.ProcessGroup | None = None
+    own_reduction: OwnReduction | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Any = None

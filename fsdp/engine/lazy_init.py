@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
 from fsdp.engine.agreement import agree
 from fsdp.engine.param import FSDPParam
 from fsdp.engine.param_group import FSDPParamGroup
-from fsdp.engine.state import FSDPStateContext
+from fsdp.engine.state import FSDPStateContext, Wording
 from fsdp.engine.unit import FSDPState, state_of
 
 
-def lazy_init(root: FSDPState) -> None:
+def lazy_init(root: FSDPState, check: Callable[[], None] | None = None) -> None:
     """Make ``root`` the root of the units below it; the first forward does so. Idempotent.
 
     *Collective*: one exchange over the groups of the mesh, on which all ranks raise the same
-    error if their models differ or one of them cannot start.
+    error if their models differ or one of them cannot start: what ``check`` raises on one rank
+    is raised on all.
 
     Raises:
         RuntimeError: several modules as root, or a unit below that ran before.
@@ -30,11 +32,14 @@ def lazy_init(root: FSDPState) -> None:
     states = _find_states(root)
     problem: Exception | None = None
     try:
+        if check is not None:
+            check()
         _adopt(root, states)
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         problem = error
     try:
-        agree(_description(states), problem, root.mesh_info.groups, root.device)
+        compared = str if root.wording.names_agree else _without_names
+        agree(_description(states), problem, root.mesh_info.groups, root.device, compared)
     except BaseException:
         _disown(states)
         raise
@@ -50,7 +55,8 @@ def _find_states(root: FSDPState) -> list[FSDPState]:
             continue
         if state.is_root is not None:
             raise RuntimeError(
-                f"FSDP state has already been lazily initialized for {name}\n"
+                "FSDP state has already been lazily initialized for "
+                f"{root.wording.clean(name)}\n"
                 "FSDP requires running forward through the root module first"
             )
         states.append(state)
@@ -72,7 +78,7 @@ def _adopt(root: FSDPState, states: list[FSDPState]) -> None:
             group.groups_in_state = len(state.groups)
             comm.max_input_buffers = max(comm.max_input_buffers, group.settings.max_input_buffers)
     _name(root, states)
-    _check_not_shared(states)
+    _check_not_shared(states, root.wording)
     for group in _groups(states):
         group.lazy_init()
 
@@ -99,34 +105,40 @@ def _name(root: FSDPState, states: list[FSDPState]) -> None:
             owned.setdefault(param.info.module, []).append(param)
         for module in group.modules:
             by_module.setdefault(module, []).append(group)
-    for prefix, module in root.modules[0].named_modules():
+    clean = root.wording.clean
+    for path, module in root.modules[0].named_modules():
+        prefix = clean(path)
         for group in by_module.get(module, ()):
             group.module_fqn = ", ".join(filter(None, (group.module_fqn, prefix)))
         for param in owned.get(module, ()):
             name = param.info.param_name
-            param.fqn = f"{prefix}.{name}" if prefix else name
+            param.fqn = clean(f"{path}.{name}" if path else name)
 
 
-def _check_not_shared(states: list[FSDPState]) -> None:
+def _check_not_shared(states: list[FSDPState], wording: Wording) -> None:
     seen: set[int] = set()
     for group in _groups(states):
         for param in group.fsdp_params:
             if param.uid in seen:
                 raise ValueError(
                     f"Parameter '{param.fqn}' is shared with a parameter already managed by "
-                    "another FSDP group. For shared/tied parameters, use "
-                    "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                    f"another FSDP group. {wording.sharing}"
                 )
             seen.add(param.uid)
 
 
 def _description(states: list[FSDPState]) -> Iterator[str]:
     """Yield one line per parameter: what ranks must agree on before their first collective."""
-    for group in _groups(states):
+    for number, group in enumerate(_groups(states)):
         requires_grad = group.options.exposure.requires_grad
         for param in group.fsdp_params:
             dtype = str(param.dtype).removeprefix("torch.")
             grad = "trainable" if requires_grad(param) else "frozen"
             yield (
-                f"'{param.fqn}' {tuple(param.shape)} {dtype} {grad} in group '{group.module_fqn}'"
+                f"'{param.fqn}' {tuple(param.shape)} {dtype} {grad} "
+                f"in group {number} '{group.module_fqn}'"
             )
+
+
+def _without_names(line: str) -> str:
+    return re.sub("'[^']*'", "", line)

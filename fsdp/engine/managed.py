@@ -33,7 +33,10 @@ def outermost(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
 def managed_modules(
     roots: Sequence[nn.Module], ignored: frozenset[nn.Parameter]
 ) -> list[nn.Module]:
-    """Return the modules below ``roots`` that no inner unit owns, children before parents."""
+    """Return the modules below ``roots`` that no inner unit owns, children before parents.
+
+    ``roots`` do not contain each other, as ``outermost`` returns them.
+    """
     found: list[nn.Module] = []
     visited: set[nn.Module] = set()
 
@@ -49,8 +52,7 @@ def managed_modules(
         found.append(module)
 
     for root in roots:
-        if root not in visited:
-            visit(root)
+        visit(root)
     if not ignored:
         return found
     return [module for module in found if not _all_ignored(module, ignored)]
@@ -62,7 +64,7 @@ def _all_ignored(module: nn.Module, ignored: frozenset[nn.Parameter]) -> bool:
 
 
 def managed_states(
-    modules: Iterable[nn.Module], ignored: frozenset[nn.Parameter]
+    modules: Iterable[nn.Module], ignored: frozenset[nn.Parameter], function: str = "FSDP"
 ) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
     """Return parameters and buffers of ``modules``, each once, in traversal order.
 
@@ -77,7 +79,7 @@ def managed_states(
                 continue
             if param.dim() == 0:
                 raise ValueError(
-                    "fully_shard doesn't support scalar parameters. "
+                    f"{function} doesn't support scalar parameters. "
                     f"Change {name} to a 1D tensor with numel equal to 1."
                 )
             params[param] = None

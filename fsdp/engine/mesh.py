@@ -91,6 +91,14 @@ class HSDPMeshInfo(FSDPMeshInfo):
         super().__post_init__()
 
 
+def default_device() -> torch.device:
+    """Return the current accelerator with its index, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def default_mesh() -> DeviceMesh:
     """Return a 1-D mesh over the default group, which is started if it was not.
 
@@ -98,9 +106,7 @@ def default_mesh() -> DeviceMesh:
     """
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
-    device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(default_device().type, (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -110,7 +116,9 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
+def mesh_info_of(
+    mesh: DeviceMesh, dims: DataParallelMeshDims | None, function: str = "FSDP"
+) -> DataParallelMeshInfo:
     """Check ``mesh`` and give its dims their roles.
 
     Raises:
@@ -121,7 +129,7 @@ def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataPar
         return _from_named_dims(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}. Pass the data-parallel "
+            f"{function} expects a 1D or 2D DeviceMesh but got {mesh}. Pass the data-parallel "
             "slice of the mesh, or name its dims with dp_mesh_dims."
         )
     if mesh.ndim == 1:

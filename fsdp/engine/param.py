@@ -30,6 +30,7 @@ class ShardedState(Enum):
     SHARDED = auto()
     SHARDED_POST_FORWARD = auto()
     UNSHARDED = auto()
+    KEPT = auto()  # the sharded ones, while the whole ones stay in memory for what comes next
 
 
 SHARDED_STATE_CHANGES: frozenset[tuple[ShardedState, ShardedState]] = frozenset(
@@ -37,6 +38,9 @@ SHARDED_STATE_CHANGES: frozenset[tuple[ShardedState, ShardedState]] = frozenset(
         (ShardedState.SHARDED, ShardedState.UNSHARDED),
         (ShardedState.UNSHARDED, ShardedState.SHARDED),
         (ShardedState.UNSHARDED, ShardedState.SHARDED_POST_FORWARD),
+        (ShardedState.UNSHARDED, ShardedState.KEPT),
+        (ShardedState.KEPT, ShardedState.UNSHARDED),
+        (ShardedState.KEPT, ShardedState.SHARDED),
         (ShardedState.SHARDED_POST_FORWARD, ShardedState.UNSHARDED),
         (ShardedState.SHARDED_POST_FORWARD, ShardedState.SHARDED),
     }
@@ -98,8 +102,7 @@ class FSDPParam:
 
     def cut_view(self, whole: torch.Tensor, start: int, rows: int) -> torch.Tensor:
         """Return ``rows`` rows of the cut dim of a whole tensor as a view."""
-        if self.dim is None:
-            return whole.view(-1).narrow(0, start, rows)
+        assert self.dim is not None, f"{self} is a run of elements: it has no rows"
         return whole.narrow(self.dim, start, rows)
 
     def install(self, parameter: nn.Parameter | None) -> None:
@@ -157,7 +160,5 @@ def find_owners(
                 else:
                     info.shared_modules.append(module)
                     info.shared_param_names.append(name)
-    missing = len(wanted) - len(infos)
-    if missing:
-        raise AssertionError(f"{missing} parameters are not in the module tree of {modules}")
+    assert len(infos) == len(wanted), f"parameters that are not in the module tree of {modules}"
     return [infos[parameter] for parameter in params]

@@ -7,15 +7,17 @@ reduce its gradients. When it is told so is the business of the unit (``forward.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp.api import MixedPrecisionPolicy
 from fsdp.engine.collectives import Gathering
 from fsdp.engine.extension import ExtendedGathering
-from fsdp.engine.group_options import GroupOptions, GroupSettings
+from fsdp.engine.group_options import GroupOptions, GroupSettings, Kept
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param import SHARDED_STATE_CHANGES, FSDPParam, ShardedState
 from fsdp.engine.readiness import check_ready
@@ -105,8 +107,7 @@ class FSDPParamGroup:
         """
         if self._ready:
             return
-        if self._sharded_state is ShardedState.SHARDED:
-            self.relink()
+        self.relink()
         self.reducer.original_dtype = check_ready(self.fsdp_params, self.options, self.module_fqn)
         self._ready = True
 
@@ -117,11 +118,25 @@ class FSDPParamGroup:
         """
         self.drop_pending()
         if self.shard.relink():
-            for param in self.fsdp_params:
-                param.unsharded = None
-            self._whole = None
-            self.reducer.forget_plans()
-            self._ready = False
+            if self._sharded_state is ShardedState.KEPT:
+                self.to_sharded()
+            self._forget_plans()
+
+    def use_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute and reduce in the dtypes of ``policy`` from the next gather on."""
+        if policy == self.options.mp_policy:
+            return
+        self.drop_pending()
+        self.to_sharded()
+        self.options = dataclasses.replace(self.options, mp_policy=policy)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        for param in self.fsdp_params:
+            param.unsharded = None
+        self._whole = None
+        self.reducer.forget_plans()
+        self._ready = False
 
     def comm(self) -> FSDPCommContext:
         """Return the communication context: the root's, or before there is one its own."""
@@ -141,7 +156,16 @@ class FSDPParamGroup:
             async_op: stay on the current stream.
             phase: for whose sake it is gathered; default, the group's own state.
         """
-        if self._gathering is not None or self._sharded_state is ShardedState.UNSHARDED:
+        if self._gathering is not None:
+            return
+        edits = self.options.edits
+        if self._sharded_state is ShardedState.UNSHARDED:
+            if edits is not None and self._training_state is TrainingState.PRE_BACKWARD:
+                edits.check_whole(self.fsdp_params)
+            return
+        if edits is not None and edits.changed(self.fsdp_params):
+            self.relink()
+        if self._sharded_state is ShardedState.KEPT:
             return
         phase = self._training_state if phase is None else phase
         if phase is TrainingState.PRE_BACKWARD and not self.settings.unshard_in_backward:
@@ -170,6 +194,8 @@ class FSDPParamGroup:
         """
         gathering = self._gathering
         if gathering is None:
+            if self._sharded_state is ShardedState.KEPT:
+                self._show_whole()
             return
         assert self._whole is not None
         comm = self.comm()
@@ -179,6 +205,9 @@ class FSDPParamGroup:
         self._whole.finish(gathering, comm, forward=forward)
         self._gathering = None
         self._kept = None
+        self._show_whole()
+
+    def _show_whole(self) -> None:
         self._enter_sharded(ShardedState.UNSHARDED)
         if self._training_state is not TrainingState.PRE_BACKWARD:
             self._follow_freezing()
@@ -208,6 +237,8 @@ class FSDPParamGroup:
         if self._training_state is TrainingState.FORWARD:
             info = self.post_forward_mesh_info
             if info is None:
+                if self.options.kept is Kept.HIDDEN:
+                    self.hide()
                 return
             if info is not self.mesh_info:
                 self._to_post_forward(info)
@@ -222,9 +253,20 @@ class FSDPParamGroup:
         self._enter_sharded(ShardedState.SHARDED)
         self._exposure.show_sharded(self.fsdp_params)
         self._kept = None
-        if was is ShardedState.UNSHARDED:
+        if was in (ShardedState.UNSHARDED, ShardedState.KEPT):
             assert self._whole is not None
             self._whole.free(self.comm())
+
+    def hide(self) -> None:
+        """Register the sharded parameters and keep the whole ones in memory."""
+        if self._sharded_state is ShardedState.UNSHARDED:
+            self._enter_sharded(ShardedState.KEPT)
+            self._exposure.show_sharded(self.fsdp_params)
+
+    def end_of_evaluation(self) -> None:
+        """Give up what a forward without gradients has left whole, unless it is to stay."""
+        if self.options.kept is not Kept.SHOWN:
+            self.to_sharded()
 
     def _to_post_forward(self, info: DataParallelMeshInfo) -> None:
         """Keep this rank's part over the smaller mesh ``info`` and free the rest."""
@@ -260,6 +302,8 @@ class FSDPParamGroup:
                     self.to_sharded()
                 if not self.settings.reduce_grads:
                     self.reducer.accumulate()
+                    if self.options.kept is not Kept.SHOWN:
+                        self.hide()
         prefetch, self.then_prefetch = self.then_prefetch, None
         if prefetch is not None and not final:
             prefetch()

@@ -28,8 +28,6 @@ def check_ready(params: Sequence[FSDPParam], options: GroupOptions, group: str) 
         raise AssertionError(
             f"FSDP expects uniform original parameter dtype but got {originals} in '{group}'"
         )
-    if len({param.reduce_dtype for param in trainable}) > 1:
-        raise AssertionError(f"FSDP expects uniform reduce dtype in '{group}'")
     return (trainable or params)[0].dtype
 
 

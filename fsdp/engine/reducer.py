@@ -52,6 +52,9 @@ class Reducer:
 
     def accumulate(self) -> None:
         """Keep the gradients whole, in the reduce dtype, for a later backward to reduce."""
+        if self._options.edits is not None:
+            self.holds_back |= self._options.edits.show_held(self._params)
+            return
         for param in self._params:
             whole = param.unsharded
             if whole is None or whole.grad is None:
@@ -64,6 +67,11 @@ class Reducer:
                 param.accumulated_grad = whole.grad.to(param.reduce_dtype)
                 whole.grad = None
 
+    def recall(self) -> None:
+        """Bring the gradients that wait for a reduction back, where users could see them."""
+        if self.holds_back and self._options.edits is not None:
+            self._options.edits.recall_held(self._params)
+
     def take(self) -> tuple[list[int], list[torch.Tensor]]:
         """Return whose gradients there are, and the whole gradients; the leaves lose them.
 
@@ -71,6 +79,7 @@ class Reducer:
         """
         indices: list[int] = []
         gradients: list[torch.Tensor] = []
+        self.recall()
         self.holds_back = False
         plain = self._options.exposure.plain_gradient
         zeros = self._settings.reduce_scatter_unused_params
@@ -116,7 +125,9 @@ class Reducer:
         until the reduction is dropped. *Blocks*: nothing.
         """
         dtype = uniform_dtype(gradients, name)
-        reduce_dtype = self._params[indices[0]].reduce_dtype or dtype
+        own = self._settings.own_reduction
+        wanted = self._params[indices[0]].reduce_dtype
+        reduce_dtype = dtype if wanted is None or (own is not None and own.casts) else wanted
         return Reduction(
             self._plan(tuple(indices)),
             gradients,
@@ -145,6 +156,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Lose every gradient that has not been handed over."""
+        self.recall()
         self._partial = None
         self._offload_event = None
         self.holds_back = False
@@ -185,6 +197,7 @@ class Reducer:
             info=info,
             scatter_group=group if info.shard_size > 1 else None,
             comm=settings.reduce_scatter_comm,
+            own=settings.own_reduction,
             allocate=self._allocate,
             hook=settings.all_reduce_hook,
             hook_stream=settings.all_reduce_hook_stream,

@@ -16,6 +16,7 @@ from fsdp.api import ReduceScatter
 from fsdp.engine.collectives import ReducePlan
 from fsdp.engine.division import Division
 from fsdp.engine.exposure import AnyExposure
+from fsdp.engine.group_options import OwnReduction
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.streams import Done, Streams
 from fsdp.engine.torch_private import reduce_scatter
@@ -28,6 +29,7 @@ class ReduceSettings:
     info: DataParallelMeshInfo
     scatter_group: dist.ProcessGroup | None
     comm: ReduceScatter | None
+    own: OwnReduction | None
     allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor]
     hook: Callable[[torch.Tensor], None] | None
     hook_stream: Any
@@ -65,6 +67,8 @@ class Reduction:
         self._streams = streams
         self.partial: torch.Tensor | None = None  # (S,), reduced over the shard group only
         self.end: tuple[Any, Any] | None = None  # (stream, event) after the hand-over
+        self._lent: torch.Tensor | None = None
+        self._earlier: torch.Tensor | None = None
         layout, device = plan.layout, gradients[0].device
         self._packed = settings.allocate(layout.total_numel, dtype, device)  # (W * S,)
         plan.pack(gradients, self._packed)
@@ -72,18 +76,34 @@ class Reduction:
         streams.wait_stream(streams.reduce, streams.current())
         late = streams.blocks_host
         with streams.on(streams.reduce):
-            if division.before != 1:
-                self._packed.div_(division.before)
-            self._output, work = self._scatter(late=late)
+            if settings.own is not None:
+                self._output, work = self._reduce_as_told(settings.own), None
+            else:
+                if division.before != 1:
+                    self._packed.div_(division.before)
+                self._output, work = self._scatter(late=late)
             self.scattered = Done(streams, work, None if late else streams.record(streams.reduce))
+
+    def _reduce_as_told(self, own: OwnReduction) -> torch.Tensor:
+        """Let the user's function reduce; it may put other memory behind what it is given."""
+        # The first memory belongs to the computing stream, which must not have it back yet.
+        self._lent = self._packed.detach()
+        if self._settings.scatter_group is None:
+            own.run(self._packed, None)
+            return self._packed
+        output = self._allocate_shard()
+        own.run(self._packed, output)
+        return output
+
+    def _allocate_shard(self) -> torch.Tensor:
+        packed, numel = self._packed, self.plan.layout.shard_numel
+        return self._settings.allocate(numel, packed.dtype, packed.device)  # (S,)
 
     def _scatter(self, *, late: bool) -> tuple[torch.Tensor, dist.Work | None]:
         settings, group = self._settings, self._settings.scatter_group
         if group is None:
             return self._packed, None
-        output = settings.allocate(
-            self.plan.layout.shard_numel, self._packed.dtype, self._packed.device
-        )  # (S,)
+        output = self._allocate_shard()
         op = self._division.scatter_op
         if settings.comm is None:
             work = reduce_scatter(output, self._packed, group, op, async_op=late)
@@ -105,6 +125,7 @@ class Reduction:
     def drop_packed(self) -> None:
         """Let go of the packed gradients; the reduce-scatter must be over."""
         self._packed = self._output
+        self._lent = None
 
     def complete(self, earlier: torch.Tensor | None) -> None:
         """All-reduce over replicas if due, divide, cast, hand over. Call once.
@@ -117,13 +138,14 @@ class Reduction:
             self.scattered.wait()
         stream = streams.reduce
         output = self._output
+        self._earlier = earlier  # as long as a stream may read it that did not allocate it
         with streams.on(stream):
             if earlier is not None:
                 output += earlier
-        group = settings.info.replicate_group
+        group = settings.info.replicate_group if settings.own is None else None
         if group is not None and not settings.all_reduce:
             self.partial = output
-            self.end = (stream, streams.record(stream))
+            self._close(stream)
             return
         if group is not None or settings.hook is not None:
             stream = streams.all_reduce
@@ -135,10 +157,19 @@ class Reduction:
                 dist.all_reduce(output, op=self._division.all_reduce_op, group=group)
             if settings.hook is not None:
                 settings.hook(output)
-            if self._division.after != 1:
+            if settings.own is None and self._division.after != 1:
                 output.div_(self._division.after)
             self._hand_over(output)
-            self.end = (stream, streams.record(stream))
+        self._close(stream)
+
+    def _close(self, stream: Any) -> None:
+        """Remember where the last work on the gradients ends, which was given to ``stream``."""
+        event = self._streams.record(stream)
+        self.end = (stream, event)
+        if self._output is self._packed and not self.outlives_scatter:
+            # Nothing was scattered, and so the packed gradients themselves were handed over: the
+            # stream that they belong to may have their memory back after that only.
+            self.scattered = Done(self._streams, None, event)
 
     def _hand_over(self, output: torch.Tensor) -> None:
         settings, params = self._settings, self.plan.params

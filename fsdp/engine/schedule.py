@@ -113,9 +113,9 @@ class FSDPCommContext:
 
     def _complete(self, reducer: Reducer, reduction: Reduction) -> None:
         reducer.complete(reduction)
-        if reduction.end is not None:
-            stream, event = reduction.end
-            self._ends[stream] = event
+        assert reduction.end is not None, "a complete reduction has an end"
+        stream, event = reduction.end
+        self._ends[stream] = event
 
     def _finish_oldest(self) -> None:
         reducer, reduction = self._reductions.popleft()

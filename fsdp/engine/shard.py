@@ -49,7 +49,7 @@ class Shard:
         """Tell plain parameters from extended ones; return whether anything has changed."""
         extended = [param for param in self._params if extends(self._exposure.local(param))]
         plain = [param for param in self._params if param not in extended]
-        if plain == self.plain:
+        if (plain, extended) == (self.plain, self.extended):
             return False
         self.plain, self.extended = plain, extended
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +63,25 @@ def check_change(who: str, old: TrainingState, new: TrainingState) -> None:
     if (old, new) not in TRAINING_STATE_CHANGES:
         raise RuntimeError(
             f"FSDP unit '{who}' cannot go from {old.name} to {new.name}. If an exception was "
-            "caught in forward or backward, call reset_iter_state() on the root module."
+            "caught in forward or backward, go on with a forward of the root, which starts afresh."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """How messages about the units of a face speak.
+
+    Attributes:
+        module: what a unit is called.
+        sharing: what to do about a parameter in two groups.
+        names_agree: whether parameters must be called the same on all ranks.
+        clean: turns the name of a module or parameter in the tree into that in the user's model.
+    """
+
+    module: str = "FSDP module"
+    sharing: str = "Put all modules that share it in one group."
+    names_agree: bool = True
+    clean: Callable[[str], str] = str
 
 
 class FSDPStateContext:
@@ -75,5 +94,6 @@ class FSDPStateContext:
         self.iter_forward_root: FSDPState | None = None
         self.post_backward_final_callback_queued = False
         self.is_last_backward = True
+        self.backwards = 0  # how many are over
         self.post_optim_event: Any = None
         self.order_start = 0  # length of the order of forward when this forward began

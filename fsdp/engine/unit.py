@@ -13,7 +13,7 @@ from fsdp.api import MixedPrecisionPolicy
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.schedule import FSDPCommContext
-from fsdp.engine.state import FSDPStateContext, Prefetches, TrainingState, check_change
+from fsdp.engine.state import FSDPStateContext, Prefetches, TrainingState, Wording, check_change
 
 _STATE = "_fsdp_state"
 
@@ -36,6 +36,7 @@ class FSDPState:
         backward_prefetch: units to gather right after this one in backward.
         prefetches: whether and when backward gathers by itself the group that ran before.
         to_run_forward: of several ``modules``, those whose forward is still to come.
+        wording: how messages speak of it.
         auto_reshard_after_forward: whether the root may keep its parameters after forward.
     """
 
@@ -47,11 +48,13 @@ class FSDPState:
         mp_policy: MixedPrecisionPolicy,
         *,
         auto_reshard: bool,
+        wording: Wording | None = None,
     ) -> None:
         self.modules = modules
         self.mesh_info = info
         self.device = device
         self.mp_policy = mp_policy
+        self.wording = wording or Wording()
         self.groups: list[FSDPParamGroup] = []
         self.is_root: bool | None = None
         self.context = FSDPStateContext()

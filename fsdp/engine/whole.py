@@ -185,7 +185,7 @@ class WholeParams:
             return self._smaller[1]
         dtypes = [param.compute_dtype for param in self._shard.plain]
         layout, _ = self._shard.lay_out(dtypes, info.shard_size)
-        if not layout.has_columns:
+        if not layout.has_columns or any(param.dim is None for param in self._shard.plain):
             raise NotImplementedError(
                 "resharding to a smaller mesh needs a layout that cuts each parameter by itself"
             )

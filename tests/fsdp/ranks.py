@@ -1,12 +1,8 @@
 """Run a function on several ranks and insist that all of them came through.
 
 Ranks outlive a job and end by a signal, so nothing that is written at exit survives them. With
-`RANKS_COVERAGE=DIR` each job measures the package itself and leaves a file of `coverage` in DIR:
-
-    RANKS_COVERAGE=/tmp/c coverage run --rcfile=/dev/null --branch --source=fsdp \
-        --data-file=/tmp/c/.coverage.main -m pytest tests/fsdp tests/interop
-    coverage combine --rcfile=/dev/null --data-file=/tmp/c/.coverage /tmp/c
-    coverage report --rcfile=/dev/null --data-file=/tmp/c/.coverage -m --include='fsdp/engine/*'
+`RANKS_COVERAGE=DIR` each job measures the package itself and leaves a file of `coverage` in DIR;
+`.ci/coverage` does so and puts the files together.
 """
 
 from __future__ import annotations

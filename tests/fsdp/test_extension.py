@@ -140,6 +140,30 @@ def test_methods_may_be_patched_on_after_sharding(world: int) -> None:
     assert agreed(_patched, world) == [4, 4]
 
 
+def _alone(context: RankContext) -> list[Any]:
+    """A group of nothing else, with fewer rows than ranks: some ranks send no row of their own."""
+    model, plain = nn.Linear(DIM, 2, bias=False), nn.Linear(DIM, 2, bias=False)
+    torch.manual_seed(0)
+    nn.init.normal_(plain.weight)
+    model.weight = nn.Parameter(Doubled(plain.weight.detach().clone()))
+    fully_shard(model)
+    for step in range(2):
+        x = batch(step, context.rank)
+        torch.testing.assert_close(model(x), plain(x))
+        loss_of(model, x).backward()
+        for rank in range(context.world_size):
+            (loss_of(plain, batch(step, rank)) / context.world_size).backward()
+    grad = model.weight.grad.full_tensor()
+    grad = grad.inner if isinstance(grad, Doubled) else grad
+    torch.testing.assert_close(grad, plain.weight.grad, rtol=1e-5, atol=1e-6)
+    return [fully_shard.state(model).groups[0].shard.layout.total_numel]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_group_may_consist_of_extended_parameters_alone(world: int) -> None:
+    assert agreed(_alone, world) == [0]
+
+
 def _half(context: RankContext) -> str:
     module = fully_shard(nn.Linear(DIM, DIM))
     module.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: None

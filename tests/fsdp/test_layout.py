@@ -217,6 +217,8 @@ def test_moves_refuse_other_parameters():
 def test_a_layout_of_overlapping_windows_has_no_columns():
     with pytest.raises(ValueError, match="overlap"):
         _ = end_to_end(flat([3, 3]), 2).columns
+    # Windows that begin together overlap although no parameter is cut before its start.
+    assert not end_to_end(flat([0, 4]), 2).has_columns
 
 
 def test_a_dim_that_does_not_exist_is_refused():

@@ -15,6 +15,7 @@ from fsdp import fully_shard, register_fsdp_forward_method
 from fsdp.engine.collectives import WholeBuffer
 from fsdp.engine.param import ShardedState
 from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.state import Prefetches
 from tests.fsdp.plain import DIM, batch, build, loss_of
 from tests.fsdp.ranks import agreed, on_ranks
 from tests.fsdp.test_training import shard_blocks
@@ -297,6 +298,150 @@ def test_backward_does_not_gather_what_it_was_told_not_to() -> None:
     assert agreed(_embedding, 2) == ["unshard blocks.1"]
 
 
+class Indexed(nn.Module):
+    """A table of which backward needs the rows' numbers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, DIM)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x[:, 0] * 100).long() % 11
+        return self.out(self.table(rows) + x)
+
+
+def _table(context: RankContext) -> list[str]:
+    model, plain = build(Indexed), build(Indexed)
+    fully_shard(model.table).set_unshard_in_backward(False)
+    fully_shard(model)
+    with Events() as events:
+        loss = loss_of(model, batch(0, context.rank))
+        events.take()
+        loss.backward()
+        seen = [e for e in events.take() if e.startswith("unshard")]
+    plain_gradients(plain, context.world_size)
+    compare_gradients(model, plain)
+    return seen
+
+
+def test_an_embedding_is_not_gathered_for_backward_and_has_its_gradient() -> None:
+    assert agreed(_table, 2) == []
+
+
+def plain_gradients(plain: nn.Module, world: int, times: int = 1) -> None:
+    for rank in range(world):
+        (times * loss_of(plain, batch(0, rank)) / world).backward()
+
+
+def compare_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for got, (name, want) in zip(model.parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            got.grad.full_tensor(),
+            want.grad,
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+def _kept_after_backward(context: RankContext) -> list[Any]:
+    """Parameters that backward leaves whole are there for the next forward."""
+    model, plain = shard_blocks(build()), build()
+    model.set_reshard_after_backward(False)
+    sharded = dict(model.named_parameters())
+    loss_of(model, batch(0, context.rank)).backward()
+    kinds = {type(p.data).__name__ for p in model.parameters()}
+    with Events() as events:
+        loss = loss_of(model, batch(0, context.rank))
+        forward = events.take()
+        loss.backward()
+    for unit in (model, *model.blocks):
+        unit.reshard()
+    same = all(p is sharded[name] for name, p in model.named_parameters())
+    plain_gradients(plain, context.world_size, times=2)
+    compare_gradients(model, plain)
+    return [sorted(kinds), forward, same]
+
+
+def test_parameters_may_stay_whole_after_a_backward_that_reduces() -> None:
+    assert agreed(_kept_after_backward, 2) == [["Tensor"], [], True]
+
+
+def _twice_backward(context: RankContext) -> list[list[str]]:
+    """Two backwards over one forward: each gathers what forward had given up."""
+    model, plain = shard_blocks(build(blocks=3)), build(blocks=3)
+    loss = loss_of(model, batch(0, context.rank))
+    found = []
+    with Events() as events:
+        for retain in (True, False):
+            events.take()
+            loss.backward(retain_graph=retain)
+            found.append([e for e in events.take() if e.startswith("unshard")])
+    plain_gradients(plain, context.world_size, times=2)
+    compare_gradients(model, plain)
+    return found
+
+
+def test_a_second_backward_over_the_same_forward_gathers_again() -> None:
+    blocks = ["unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
+    # The first backward has given up the root as well, which forward had left whole.
+    assert agreed(_twice_backward, 2) == [blocks, ["unshard", *blocks]]
+
+
+def _failing_method(context: RankContext) -> list[Any]:
+    """A method that raises leaves a module that can go on."""
+
+    class Fails(Encoder):
+        def encode(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+            if scale < 0:
+                raise ValueError("on purpose")
+            return super().encode(x, scale=scale)
+
+    model, plain = fully_shard(build(Fails)), build(Fails)
+    register_fsdp_forward_method(model, "encode")
+    with pytest.raises(ValueError, match="on purpose"):
+        model.encode(batch(0, 0), scale=-1.0)
+    kind = type(model.linear.weight.data).__name__
+    model.encode(batch(0, context.rank), scale=2.0).pow(2).mean().backward()
+    for rank in range(context.world_size):
+        (plain.encode(batch(0, rank), scale=2.0).pow(2).mean() / context.world_size).backward()
+    compare_gradients(model, plain)
+    return [kind]
+
+
+def test_a_method_that_raises_leaves_a_usable_model() -> None:
+    assert agreed(_failing_method, 2) == ["DTensor"]
+
+
+def _access(context: RankContext, where: str) -> list[Any]:
+    """Whole parameters read by hand, between passes or between forward and backward."""
+    model, plain = shard_blocks(build(blocks=3)), build(blocks=3)
+    block = model.blocks[1]
+    loss = loss_of(model, batch(0, context.rank)) if where == "in_a_pass" else None
+    with Events() as events:
+        block.unshard()
+        equal = torch.equal(block.up.weight, plain.blocks[1].up.weight)
+        block.reshard()
+        kind = type(block.up.weight.data).__name__
+        by_hand = events.take()
+        if loss is None:
+            loss = loss_of(model, batch(0, context.rank))
+            events.take()
+        loss.backward()
+        backward = [e for e in events.take() if e.startswith("unshard")]
+    plain_gradients(plain, context.world_size)
+    compare_gradients(model, plain)
+    return [equal, kind, by_hand, backward]
+
+
+@pytest.mark.parametrize("where", ["before_a_pass", "in_a_pass"])
+def test_what_was_read_by_hand_is_gathered_again_for_backward(where: str) -> None:
+    blocks = ["unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
+    name = "unshard blocks.1" if where == "in_a_pass" else "unshard"  # no name before lazy start
+    assert agreed(_access, 2, where=where) == [True, "DTensor", [name], blocks]
+
+
 def _stop_gradient(context: RankContext) -> bool:
     class Stop(nn.Module):
         def __init__(self) -> None:
@@ -386,8 +531,10 @@ def test_an_output_that_is_a_view_is_warned_of() -> None:
     assert agreed(_warns, 2) == ["FSDP2-wrapped module (FSDPFlat) returned a view"]
 
 
-def _logged(context: RankContext) -> list[str]:
-    model = shard_blocks(build(blocks=1))
+def _logged(context: RankContext, blocks: int, prefetches: str) -> list[str]:
+    model = shard_blocks(build(blocks=blocks))
+    for unit in (model, *model.blocks):
+        fully_shard.state(unit).prefetches = Prefetches[prefetches]
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -403,7 +550,7 @@ def _logged(context: RankContext) -> list[str]:
 
 
 def test_the_debug_log_tells_the_pass() -> None:
-    assert agreed(_logged, 2) == [
+    assert agreed(_logged, 2, blocks=1, prefetches="BEFORE_GRADIENTS") == [
         "FSDP::root_pre_forward",
         "FSDP::pre_forward ()",
         "FSDP::pre_forward (blocks.0)",
@@ -416,6 +563,43 @@ def test_the_debug_log_tells_the_pass() -> None:
         "FSDP::root_post_backward",
         "FSDP::post_backward ()",
     ]
+
+
+BACKWARD_LOG: dict[str, list[str]] = {
+    "BEFORE_GRADIENTS": [
+        "pre_backward ()",
+        "backward_prefetch (blocks.1)",
+        "pre_backward (blocks.1)",
+        "backward_prefetch (blocks.0)",
+        "post_backward (blocks.1)",
+        "pre_backward (blocks.0)",
+        "post_backward (blocks.0)",
+    ],
+    "AFTER_GRADIENTS": [
+        "pre_backward ()",
+        "pre_backward (blocks.1)",
+        "post_backward (blocks.1)",
+        "backward_prefetch (blocks.0)",
+        "pre_backward (blocks.0)",
+        "post_backward (blocks.0)",
+    ],
+    "NEVER": [
+        "pre_backward ()",
+        "pre_backward (blocks.1)",
+        "post_backward (blocks.1)",
+        "pre_backward (blocks.0)",
+        "post_backward (blocks.0)",
+    ],
+}
+
+
+@pytest.mark.parametrize("prefetches", BACKWARD_LOG)
+def test_backward_prefetches_before_or_after_the_gradients_or_never(prefetches: str) -> None:
+    # The root's inputs need no gradient: it is through only when backward is.
+    lines = agreed(_logged, 2, blocks=2, prefetches=prefetches)
+    start = lines.index("FSDP::pre_backward ()")
+    end = lines.index("FSDP::root_post_backward")
+    assert [line.removeprefix("FSDP::") for line in lines[start:end]] == BACKWARD_LOG[prefetches]
 
 
 def _profiled(context: RankContext) -> list[str]:

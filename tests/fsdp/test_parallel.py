@@ -20,6 +20,7 @@ from fsdp import (
     AllGather,
     DataParallelMeshDims,
     FSDPMeshInfo,
+    MixedPrecisionPolicy,
     ReduceScatter,
     ShardPlacementResult,
     fully_shard,
@@ -49,6 +50,39 @@ class Pair(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def _bf16_beside_tensor_parallel(context: RankContext) -> list[str]:
+    """What forward sees of a parameter is a DTensor in the compute dtype, through and through."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model, plain = build(Pair), build(Pair)
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+    shard_blocks(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    seen: list[str] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        weight = module.up.weight
+        kinds = (weight, weight.to_local(), weight.full_tensor())
+        seen.extend(str(kind.dtype).removeprefix("torch.") for kind in kinds)
+
+    # On the class, so that it runs between the hooks of the unit.
+    usual = MLP.forward
+    MLP.forward = lambda self, x: (look(self), usual(self, x))[1]
+    try:
+        loss_of(model, batch(0, 0)).backward()
+    finally:
+        MLP.forward = usual
+    loss_of(plain, batch(0, 0)).backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        seen.append(str(got.grad.dtype).removeprefix("torch."))
+        torch.testing.assert_close(whole(got.grad), want.grad, rtol=0.05, atol=0.005)
+    return sorted(set(seen[:6])) + sorted(set(seen[6:]))
+
+
+def test_the_policy_holds_beside_tensor_parallelism() -> None:
+    assert agreed(_bf16_beside_tensor_parallel, 2, fresh=True) == ["bfloat16", "float32"]
 
 
 def _tensor_parallel(context: RankContext) -> list[Any]:

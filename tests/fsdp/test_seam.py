@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.ranks import RankContext
 from fsdp.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -19,9 +20,9 @@ from fsdp.engine.managed import managed_modules, managed_states
 from fsdp.engine.mesh import DataParallelMeshInfo, default_mesh, device_of, mesh_info_of
 from fsdp.engine.param import FSDPParam, find_owners, uid_of
 from fsdp.engine.param_group import FSDPParamGroup
-from fsdp.engine.unit import FSDPState
+from fsdp.engine.unit import FSDPState, state_of
 from tests.fsdp.plain import batch, build, loss_of, optimizer_of, train_plain
-from tests.fsdp.ranks import on_ranks
+from tests.fsdp.ranks import error_of, named_on_every_rank, on_ranks
 
 
 class FlatExposure:
@@ -222,3 +223,23 @@ def _single(context: RankContext) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_border_may_lie_inside_a_row(world: int) -> None:
     on_ranks(_single, world)
+
+
+def _smaller_mesh(context: RankContext, *, single: bool) -> list[str]:
+    """What remains on a smaller mesh is cut by rows, and runs of elements have none."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "one"))
+    model = build()
+    if single:
+        model.blocks = nn.ModuleList([nn.Linear(10, 10, bias=False)])
+    info = mesh_info_of(mesh["dp"], None)
+    for unit in (*model.blocks, model):
+        flatten(unit, info)
+    block = state_of(model.blocks[0]).groups[0]
+    block.post_forward_mesh_info = mesh_info_of(mesh["one"], None)
+    return error_of(lambda: model(batch(0, context.rank)))
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_flat_parameter_is_not_kept_on_a_smaller_mesh(*, single: bool) -> None:
+    errors = on_ranks(_smaller_mesh, 2, fresh=True, single=single)
+    named_on_every_rank(errors, NotImplementedError, "cuts each parameter by itself")

@@ -510,19 +510,26 @@ def test_evaluations_leave_no_order_behind() -> None:
     assert agreed(_evaluations, 2) == [0, 0]
 
 
-def _stale_gather(context: RankContext) -> bool:
+def _stale_gather(context: RankContext, kind: str) -> bool:
     """Loading a state while a gather is in flight shows the loaded values."""
-    model = shard_blocks(build())
-    block = model.blocks[0]
+    # One matrix whose rows divide is gathered in place, into what the parameter is a view of.
+    model = nn.Module()
+    block = nn.Linear(8, 8, bias=False) if kind == "in_place" else build().blocks[0]
+    model.blocks = nn.ModuleList([block])
+    shard_blocks(model)
     zeros = {name: torch.zeros_like(p) for name, p in block.state_dict().items()}
     block.unshard(async_op=True)
     block.load_state_dict(zeros)
+    (group,) = fully_shard.state(block).groups
+    assert group._whole._buffer.data.untyped_storage().nbytes() == 0
     block.unshard()
     return not any(p.any() for p in block.parameters())
 
 
-def test_a_gather_in_flight_is_dropped_when_a_state_is_loaded() -> None:
-    assert agreed(_stale_gather, 2) is True
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["in_place", "copied_out"])
+def test_a_gather_in_flight_is_dropped_when_a_state_is_loaded(world: int, kind: str) -> None:
+    assert agreed(_stale_gather, world, kind=kind) is True
 
 
 def test_an_offload_policy_by_itself_offloads_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,3 +69,29 @@ def test_every_public_name_is_listed_and_every_function_says_why() -> None:
 
 def test_nothing_replicated_is_told_from_replicated() -> None:
     assert torch_private.has_replicate(nn.Linear(1, 1)) is False
+
+
+class _Backend:
+    """A backend that allocates, or does not."""
+
+    def __init__(self, *, allocates: bool) -> None:
+        self.allocates = allocates
+        self.asked: list[tuple[int, torch.dtype]] = []
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return self.allocates
+
+    def allocate_tensor(
+        self, numel: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self.asked.append((numel, dtype))
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("allocates", [False, True])
+def test_the_backend_is_asked_for_memory_if_it_has_any(*, allocates: bool) -> None:
+    backend = _Backend(allocates=allocates)
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    got = torch_private.group_allocate(group, 3, torch.bfloat16, torch.device("cpu"))
+    assert (got.shape, got.dtype) == ((3,), torch.bfloat16)
+    assert backend.asked == ([(3, torch.bfloat16)] if allocates else [])

@@ -14,6 +14,7 @@ from conformance.ranks import RankContext
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.fsdp.plain import (
     DIM,
+    Residual,
     Stack,
     batch,
     build,
@@ -106,6 +107,49 @@ def test_an_integer_reshards_to_a_smaller_mesh_after_forward() -> None:
     for rank, value in enumerate(on_ranks(_integer_reshard, 4, fresh=True)):
         rows = 7 if rank % 2 == 0 else 6  # chunks of 13 rows over 2 ranks
         assert value == [[rows, DIM], [[0, 1, 2, 3]], True]
+
+
+def _given_up_early(context: RankContext, where: str) -> list[Any]:
+    """What an integer keeps after forward may be given up as well, or before forward ends."""
+
+    class Eager(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            if where == "inside":
+                self.reshard()
+            return out
+
+    class Blocks(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Eager() for _ in range(2))
+
+    model = build(Blocks)
+    where, inside = "nowhere", where == "inside"
+    plain = build(Blocks)
+    shard_blocks(model, reshard_after_forward=2)
+    where = "inside" if inside else "after"
+    loss = loss_of(model, batch(0, context.rank))
+    kept = model.blocks[0].up.weight.to_local().shape[0]
+    if not inside:
+        model.blocks[0].reshard()
+    given_up = model.blocks[0].up.weight.to_local().shape[0]
+    loss.backward()
+    where = "nowhere"
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), want.grad, rtol=1e-5, atol=1e-6)
+    return [kept, given_up]
+
+
+@pytest.mark.parametrize("where", ["after", "inside"])
+def test_what_an_integer_keeps_may_be_given_up_by_hand(where: str) -> None:
+    # 13 rows over 2 ranks of a smaller mesh, over all 4.
+    found = on_ranks(_given_up_early, 4, fresh=True, where=where)
+    kept, given_up = [7, 6, 7, 6], [4, 4, 4, 1]
+    assert [rows for rows, _ in found] == kept
+    assert [rows for _, rows in found] == (kept if where == "inside" else given_up)
 
 
 def _hybrid(context: RankContext, *, skip_all_reduce: bool) -> int:
@@ -489,3 +533,32 @@ def _small(context: RankContext) -> None:
 
 def test_parameters_smaller_than_the_world() -> None:
     on_ranks(_small, 4)
+
+
+class TwoPaths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(DIM, DIM)
+        self.b = nn.Linear(DIM, DIM)
+        self.use = "ab"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(getattr(self, name)(x) for name in self.use)
+
+
+def _only_accumulated(context: RankContext) -> None:
+    """What earlier micro-batches left is reduced though the last one adds nothing to it."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model, plain = fully_shard(build(TwoPaths), mp_policy=policy), build(TwoPaths)
+    for part, use in enumerate(["ab", "a"]):
+        model.use = plain.use = use
+        model.set_requires_gradient_sync(part == 1)
+        loss_of(model, batch(0, context.rank, part)).backward()
+        for rank in range(context.world_size):
+            (loss_of(plain, batch(0, rank, part)) / context.world_size).backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(got.grad), want.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_an_accumulated_gradient_is_reduced_without_a_new_one() -> None:
+    on_ranks(_only_accumulated, 2)

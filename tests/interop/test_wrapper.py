@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
+import inspect
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from conformance.ranks import RankContext
@@ -17,7 +22,9 @@ from fsdp import wrap as our_wrap
 from fsdp import wrapper as our_wrapper
 from fsdp import wrapper_options as our_options
 from tests.fsdp.plain import Residual, batch, build, loss_of, optimizer_of
-from tests.fsdp.ranks import agreed
+from tests.fsdp.ranks import agreed, on_ranks
+
+CPU = torch.device("cpu")
 
 
 class Ours:
@@ -64,15 +71,15 @@ def _options(package: Any, variant: str) -> dict[str, Any]:
     }[variant]
 
 
-def _make(package: Any, variant: str, *, original: bool) -> Any:
+def _make(package: Any, variant: str, *, original: bool, **given: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return package.FSDP(
             build(),
-            device_id=torch.device("cpu"),
+            device_id=CPU,
             auto_wrap_policy=package.wrap.ModuleWrapPolicy({Residual}),
             use_orig_params=original,
-            **_options(package, variant),
+            **{**_options(package, variant), **given},
         )
 
 
@@ -171,3 +178,429 @@ def test_policies_wrap_the_same_modules(name: str, arguments: dict[str, Any]) ->
         only_wrap_children=True,
     )
     assert [n for n, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
+
+
+# Programs that both packages run on two ranks; what they return must be the same.
+
+
+def _shown(model: nn.Module, *, values: bool = True) -> list[Any]:
+    """Names, shapes, dtypes and elements of what users see as parameters and gradients."""
+    found: list[Any] = []
+    for name, param in model.named_parameters():
+        gradient = param.grad
+        found.append([name, list(param.shape), str(param.dtype)])
+        if gradient is not None:
+            shape = [list(gradient.shape), str(gradient.dtype)]
+            found.append([*shape, gradient.double().tolist() if values else None])
+    return found
+
+
+def _gradients_in_no_sync(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    for variant in ("default", "keep", "replicas", "bf16_reduced_in_float32"):
+        model = _make(package, variant, original=original)
+        for part in range(2):
+            with model.no_sync():
+                loss_of(model, batch(0, rank, part)).backward()
+            found.append(_shown(model))
+        loss_of(model, batch(1, rank)).backward()
+        found.append(_shown(model))
+    return found
+
+
+def _zeroed_in_between(package: Any, rank: int, *, original: bool) -> list[Any]:
+    """Gradients of ``no_sync`` that are dropped are not reduced later."""
+    model = _make(package, "default", original=original)
+    found: list[Any] = []
+    for to_none in (True, False):
+        with model.no_sync():
+            loss_of(model, batch(0, rank)).backward()
+        model.zero_grad(set_to_none=to_none)
+        loss = loss_of(model, batch(1, rank))
+        loss.backward()
+        found.append(_shown(model))
+        model.zero_grad()
+    return found
+
+
+def _kept_low(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        mixed = package.MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_low_precision_grads=True
+        )
+        model = _make(
+            package,
+            "default",
+            original=original,
+            mixed_precision=mixed,
+            sharding_strategy=package.ShardingStrategy[strategy],
+        )
+        loss_of(model, batch(0, rank)).backward()
+        found.append(_shown(model))
+        if strategy != "NO_SHARD":  # torch adds up in the low dtype there
+            loss_of(model, batch(1, rank)).backward()
+            found.append(_shown(model))
+    return found
+
+
+def _whole_gradients(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    summon = package.FSDP.summon_full_params
+    for variant in ("default", "keep", "replicas"):
+        model = _make(package, variant, original=original)
+        loss_of(model, batch(0, rank)).backward()
+        for writeback in (False, True):
+            try:
+                with summon(model, writeback=writeback, with_grads=True):
+                    found.append(_shown(model))
+                    for param in model.parameters():
+                        param.grad.mul_(2.0)
+            except NotImplementedError as error:
+                found.append(["NotImplementedError", str(error)])
+            if writeback or variant != "replicas":
+                found.append(_shown(model))
+        model.zero_grad()
+        if original:
+            with summon(model, with_grads=True):
+                found.append(_shown(model))
+    return found
+
+
+def _between_passes(package: Any, rank: int, *, original: bool) -> list[Any]:
+    """What is registered after forward, after backward and after an evaluation."""
+    found: list[Any] = []
+    for variant in ("default", "keep", "replicas", "bf16"):
+        model = _make(package, variant, original=original)
+        loss = loss_of(model, batch(0, rank))
+        found.append(_shown(model, values=False))
+        loss.backward()
+        found.append(_shown(model, values=False))
+        with torch.no_grad():
+            model(batch(0, rank))
+        found.append(_shown(model, values=False))
+    return found
+
+
+def _edits(package: Any, rank: int, *, original: bool) -> list[Any]:
+    """Parameters and gradients that the user replaces are those that train on."""
+    model = _make(package, "default", original=original)
+    optimizer = optimizer_of(model.parameters())
+    found: list[Any] = []
+    for step in range(2):
+        loss_of(model, batch(step, rank)).backward()
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad = param.grad * 2.0
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for index, param in enumerate(model.parameters()):
+                if index % 2:
+                    param.data = param.data * 0.5
+                else:
+                    param.mul_(1.5)
+        found.append([loss_of(model, batch(step, rank)).item()])
+    found.append({key: value.tolist() for key, value in model.state_dict().items()})
+    return found
+
+
+def _scaled_sum(state: list[int], gradient: torch.Tensor, output: Any = None) -> None:
+    state.append(gradient.numel())
+    gradient.mul_(0.25)
+    dist.all_reduce(gradient)
+    if output is not None:
+        output.copy_(gradient.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def _hooked(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    for variant in ("default", "keep", "replicas", "bf16_reduced_in_float32"):
+        model = _make(package, variant, original=original)
+        state: list[int] = []
+        model.register_comm_hook(state, _scaled_sum)
+        loss_of(model, batch(0, rank)).backward()
+        found += [_shown(model), len(state)]
+    return found
+
+
+def _reduced_as_torch_does(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    for variant, hook in (
+        ("default", default_hooks.reduce_scatter_hook),
+        ("replicas", default_hooks.allreduce_hook),
+    ):
+        model = _make(package, variant, original=original)
+        model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), hook)
+        loss_of(model, batch(0, rank)).backward()
+        found.append(_shown(model))
+    return found
+
+
+class Strided(nn.Module):
+    """Convolutions in channels-last, a transposed matrix and an ordinary one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.outer = nn.Conv2d(3, 4, 1, bias=False)
+        self.turned = nn.Parameter(torch.randn(4, 5).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.outer(self.inner(x[:, None, None, :].expand(-1, 2, 3, -1)))
+        return x.mean((2, 3)) @ self.turned.t()
+
+
+def _strided(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    # Torch gives original parameters of other strides permuted gradients if nothing is sharded.
+    for strategy in ("FULL_SHARD",) if original else ("FULL_SHARD", "NO_SHARD"):
+        model = package.FSDP(
+            build(Strided),
+            device_id=CPU,
+            use_orig_params=original,
+            sharding_strategy=package.ShardingStrategy[strategy],
+        )
+        optimizer = optimizer_of(model.parameters())
+        for step in range(2):
+            loss_of(model, batch(step, rank)).backward()
+            found.append(_shown(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        with package.FSDP.summon_full_params(model):
+            found += [[n, list(p.stride()), p.tolist()] for n, p in model.named_parameters()]
+        found += [[n, list(v.stride()), v.tolist()] for n, v in model.state_dict().items()]
+    return found
+
+
+def _metadata(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    models = [package.FSDP(build(Strided), device_id=CPU, use_orig_params=original)]
+    models += [_make(package, variant, original=original) for variant in ("default", "bf16")]
+    for model in models:
+        for unit in package.FSDP.fsdp_modules(model):
+            fields = unit._handle.shard_metadata()
+            found += [[list(v) if isinstance(v, tuple) else v for v in f] for f in fields]
+    return found
+
+
+class Watcher(nn.Module):
+    """Notes the dtypes that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 10)
+        self.register_buffer("scale", torch.ones(1))
+        self.seen: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [str(t.dtype) for t in (x, self.inner.weight, self.scale)]
+        return self.inner(x) * self.scale
+
+
+def _precise_in_eval(package: Any, rank: int, *, original: bool) -> list[Any]:
+    found: list[Any] = []
+    mixed = package.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+            model = package.FSDP(
+                build(Watcher),
+                device_id=CPU,
+                use_orig_params=original,
+                mixed_precision=mixed,
+                sharding_strategy=package.ShardingStrategy[strategy],
+            )
+        for training in (True, False, True):
+            model.train(training)
+            output = model(batch(0, rank))
+            found += [model.module.seen, output.tolist()]
+            output.sum().backward()
+            found.append(_shown(model))
+            model.zero_grad()
+    return found
+
+
+def _steps_in_backward(package: Any, rank: int, *, original: bool) -> list[Any]:
+    inner = build()
+    for param in inner.parameters():
+        param._in_backward_optimizers = [torch.optim.SGD([param], lr=0.1, weight_decay=0.1)]
+    try:
+        model = package.FSDP(inner, device_id=CPU, use_orig_params=original)
+    except RuntimeError as error:
+        return [str(error)]
+    for step in range(2):
+        loss_of(model, batch(step, rank)).backward()
+    return [_shown(model)]
+
+
+def _gathered_by_hand(package: Any, rank: int, *, original: bool) -> list[Any]:
+    model = _make(package, "default", original=original)
+    found: list[Any] = [model.check_is_root()]
+    model._wait_unshard_streams_on_current_stream()
+    handle = model._unshard(async_op=True)
+    found.append(hasattr(handle, "wait"))
+    handle.wait()
+    found += [list(model.module.inp.weight.shape), model.blocks[0]._unshard()]
+    loss_of(model, batch(0, rank)).backward()
+    return [*found, _shown(model)]
+
+
+class Ways(nn.Module):
+    """Two layers, in an order that the program chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.order = [0, 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def _compared_order(package: Any, rank: int, *, original: bool) -> list[Any]:
+    """How the message begins: its names are those of the flat parameters there, of ours here."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    found: list[Any] = []
+    try:
+        for differs in (True, False):
+            model = package.FSDP(
+                build(Ways),
+                device_id=CPU,
+                auto_wrap_policy=package.wrap.ModuleWrapPolicy({nn.Linear}),
+                use_orig_params=original,
+            )
+            model.module.order = [rank, 1 - rank] if differs else [0, 1]
+            try:
+                model(batch(0, rank)).sum().backward()
+            except RuntimeError as error:
+                found.append(str(error)[:70])
+                continue
+            model.module.order = [1, 0]
+            for _ in range(2):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    model(batch(0, rank)).sum().backward()
+                texts = [str(w.message)[:64] for w in caught]
+                found.append(sorted({text for text in texts if "order" in text}))
+    finally:
+        dist.set_debug_level(before)
+    return found
+
+
+PROGRAMS = {
+    program.__name__.lstrip("_"): program
+    for program in (
+        _gradients_in_no_sync,
+        _zeroed_in_between,
+        _kept_low,
+        _whole_gradients,
+        _between_passes,
+        _edits,
+        _hooked,
+        _reduced_as_torch_does,
+        _strided,
+        _metadata,
+        _precise_in_eval,
+        _steps_in_backward,
+        _gathered_by_hand,
+        _compared_order,
+    )
+}
+
+
+# Where torch does something else, with its reason.
+LEFT_OUT = {
+    ("edits", False): "other memory behind a flat parameter is not looked for",
+    ("compared_order", True): "naming the parameters in the message raises KeyError",
+    ("steps_in_backward", False): "optimizers of before the wrapping are forgotten",
+}
+
+
+def _run_both(context: RankContext, name: str, *, original: bool) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, theirs = (
+            PROGRAMS[name](package, context.rank, original=original) for package in (Ours, Theirs)
+        )
+    assert len(ours) == len(theirs)
+    return [[i, a, b] for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+
+
+@pytest.mark.parametrize(
+    ("name", "original"),
+    [
+        pytest.param(name, original, id=f"{name}-{'original' if original else 'flat'}")
+        for name in PROGRAMS
+        for original in (False, True)
+        if (name, original) not in LEFT_OUT
+    ],
+)
+def test_a_program_sees_the_same_with_either(name: str, *, original: bool) -> None:
+    for differences in on_ranks(_run_both, 2, name=name, original=original):
+        assert differences == []
+
+
+# What the names are
+
+ENUMS = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")
+CONFIGS = (
+    "MixedPrecision",
+    "CPUOffload",
+    "StateDictConfig",
+    "FullStateDictConfig",
+    "OptimStateDictConfig",
+    "FullOptimStateDictConfig",
+    "StateDictSettings",
+)
+METHODS = (
+    "__init__",
+    "summon_full_params",
+    "clip_grad_norm_",
+    "no_sync",
+    "register_comm_hook",
+    "fsdp_modules",
+    "set_state_dict_type",
+    "get_state_dict_type",
+    "state_dict_type",
+    "apply",
+    "check_is_root",
+)
+
+
+def _default(value: Any) -> Any:
+    """Enum members and functions by their names, configs by their fields."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _default(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return getattr(value, "__name__", value)
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_enums_have_the_same_members(name: str) -> None:
+    ours, theirs = getattr(our_options, name), getattr(torch_fsdp, name)
+    assert list(ours.__members__) == list(theirs.__members__)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_have_the_same_fields_and_defaults(name: str) -> None:
+    ours, theirs = getattr(our_options, name), getattr(torch_fsdp, name)
+    assert [f.name for f in dataclasses.fields(ours)] == [
+        f.name for f in dataclasses.fields(theirs)
+    ]
+    if name != "StateDictSettings":  # torch's has no defaults
+        assert _default(ours()) == _default(theirs())
+        assert ours() == ours()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_the_same_arguments(name: str) -> None:
+    def arguments(package: Any) -> list[Any]:
+        parameters = inspect.signature(getattr(package.FSDP, name)).parameters.values()
+        return [[p.name, p.kind.name, _default(p.default)] for p in parameters]
+
+    assert arguments(Ours) == arguments(Theirs)

@@ -1,0 +1,242 @@
+"""One flat parameter on the wrapped module; the original names are plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from fsdp.engine.torch_private import post_accumulate_hooks
+from fsdp.flat_parameter import (
+    FLAT_PARAM,
+    BaseExposure,
+    FlatParam,
+    FlatParameter,
+    put_on_leaf,
+    set_gradient,
+)
+
+
+class FlatExposure(BaseExposure):
+    """Registers one flat parameter on the wrapped module; the original names are attributes.
+
+    Args:
+        owner: the wrapped module.
+        requires_grad: of the flat parameter.
+        low_dtype: the dtype in which reduced gradients are left to users; None: the parameter's.
+        watches: whether another flat parameter is looked for before each gather.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        *,
+        requires_grad: bool,
+        low_dtype: torch.dtype | None,
+        watches: bool,
+    ) -> None:
+        super().__init__(low_dtype=low_dtype, watches=watches)
+        self._owner = owner
+        self._requires_grad = requires_grad
+        self._flat: nn.Parameter | None = None
+        self._places: list[tuple[int, int]] = []  # (offset, elements) in the shard
+        self._address = 0  # of the shard
+        self._absent: dict[FlatParam, torch.Tensor] = {}
+        self._holds = False  # whether the flat parameter shows a whole gradient
+        self._held: torch.Tensor | None = None  # that gradient, also while the leaves have it
+        self._earlier: torch.Tensor | None = None  # the reduced gradient that it hides
+
+    @property
+    def flat(self) -> nn.Parameter:
+        """The flat parameter, (S,)."""
+        assert self._flat is not None, "a shard is bound when a group is made"
+        return self._flat
+
+    def bind(
+        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Point the flat parameter at ``shard``; optimizers keep the object."""
+        self._places = [(int(p.storage_offset()), p.numel()) for p in pieces]
+        self._address = shard.data_ptr()
+        for param, piece in zip(params, pieces, strict=True):
+            param.local = piece
+            # Outside of forward there is no such tensor; code that prints modules asks for it.
+            self._absent[param] = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        if self._flat is None:
+            self._flat = FlatParameter(shard, self._requires_grad)
+            for param in params:
+                for module, name, _ in param.slots:
+                    module._parameters.pop(name, None)
+            self.show_sharded(params)
+            self._owner._parameters[FLAT_PARAM] = self._flat
+        else:
+            self._flat.data = shard
+
+    def reread(self, params: Sequence[FlatParam]) -> None:
+        """Adopt where the user has moved the flat parameter, or what it was replaced by.
+
+        Raises:
+            ValueError: it has another size.
+        """
+        found = self._owner._parameters.get(FLAT_PARAM)
+        if found is None:
+            return
+        if found.shape != self.flat.shape:
+            raise ValueError(
+                f"the flat parameter was replaced by one of shape {tuple(found.shape)}; wanted "
+                f"{tuple(self.flat.shape)}"
+            )
+        if found is not self._flat:
+            self._flat = found
+            found._is_flat_param = True  # type: ignore[attr-defined]
+        data = found.data
+        for param, (offset, numel) in zip(params, self._places, strict=True):
+            param.local = data.narrow(0, offset, numel)
+
+    def requires_grad(self, param: FlatParam) -> bool:
+        """Whether the flat parameter is to be trained."""
+        return self.flat.requires_grad
+
+    def leaf(self, param: FlatParam, whole: torch.Tensor) -> nn.Parameter:
+        """Make the leaf, a plain tensor: no parameter but the flat one is registered."""
+        made = param.restored(whole.view(-1)).requires_grad_(self.flat.requires_grad)
+        return cast("nn.Parameter", made)
+
+    def show_sharded(self, params: Sequence[FlatParam]) -> None:
+        """Put tensors without memory where the whole ones were."""
+        for param in params:
+            _set_attributes(param, self._absent[param])
+
+    def show_whole(self, params: Sequence[FlatParam]) -> None:
+        """Put the leaves there."""
+        for param in params:
+            assert param.unsharded is not None
+            _set_attributes(param, param.unsharded)
+
+    def changed(self, params: Sequence[FlatParam]) -> bool:
+        """Whether another flat parameter, or other memory, is there now."""
+        found = self._owner._parameters.get(FLAT_PARAM)
+        if found is None or not self._watches:
+            return False
+        return found is not self._flat or found.data_ptr() != self._address
+
+    def check_whole(self, params: Sequence[FlatParam]) -> None:
+        """Do nothing: the whole tensors are attributes that belong to nobody else."""
+
+    # Gradients
+
+    def accumulates(self, params: Sequence[FlatParam]) -> bool:
+        """Whether a gradient is there already, or user code waits for one."""
+        return self.flat.grad is not None or bool(post_accumulate_hooks(self.flat))
+
+    def hand_over(
+        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Set the flat gradient (S,), or add to the one that is there."""
+        flat, low = self.flat, self._low_dtype
+        self._held = None
+        if low is not None:
+            total = shard if flat.grad is None else flat.grad.to(shard.dtype) + shard
+            set_gradient(flat, total.to(low))
+        elif flat.grad is None:
+            flat.grad = shard
+        else:
+            flat.grad += shard
+        for hook in post_accumulate_hooks(flat):
+            hook(flat)
+
+    def show_held(self, params: Sequence[FlatParam]) -> bool:
+        """Show the whole gradients end to end as the gradient of the flat parameter.
+
+        *Memory*: one copy of them, until the leaves' own are dropped; none if they are cut from
+        what was shown before.
+        """
+        found = [param.unsharded.grad for param in params if param.unsharded is not None]
+        like = next((gradient for gradient in found if gradient is not None), None)
+        if like is None:
+            return False
+        flat, held = self.flat, self._held
+        if held is None or not _is_cut(held, found):
+            held = _end_to_end(params, found, like)
+        for param in params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        self._earlier, self._holds, self._held = flat.grad, True, held
+        flat.grad = None
+        set_gradient(flat, held)
+        return True
+
+    def recall_held(self, params: Sequence[FlatParam]) -> None:
+        """Cut what is shown into the leaves' gradients; nothing, if the user has dropped it."""
+        if not self._holds:
+            return
+        flat = self.flat
+        held, earlier = flat.grad, self._earlier
+        self._holds, self._earlier, self._held, flat.grad = False, None, None, None
+        if held is None:
+            return
+        self._held = held = held.detach()
+        if earlier is not None:
+            set_gradient(flat, earlier)
+        start = 0
+        for param in params:
+            numel = param.shape.numel()
+            put_on_leaf(param, param.restored(held.narrow(0, start, numel)))
+            start += numel
+
+    # Whole parameters under their own names
+
+    def show_full(self, params: Sequence[FlatParam], wholes: Sequence[torch.Tensor]) -> None:
+        """Register ``wholes`` under the original names instead of the flat parameter."""
+        self._owner._parameters.pop(FLAT_PARAM)
+        for param, whole in zip(params, wholes, strict=True):
+            parameter = nn.Parameter(whole, requires_grad=self.flat.requires_grad)
+            for module, name, _ in param.slots:
+                module.__dict__.pop(name, None)
+                module.register_parameter(name, parameter)
+
+    def full(self, param: FlatParam) -> torch.Tensor:
+        """Return what is registered as ``param`` while ``show_full`` holds."""
+        return cast("nn.Parameter", param.registered()).data
+
+    def hide_full(self, params: Sequence[FlatParam]) -> None:
+        """Undo ``show_full``."""
+        for param in params:
+            for module, name, _ in param.slots:
+                module._parameters.pop(name, None)
+        self.show_sharded(params)
+        self._owner._parameters[FLAT_PARAM] = self.flat
+
+
+def _is_cut(held: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether ``gradients`` are all of ``held``, in order, cut by ``recall_held``."""
+    start = held.data_ptr()
+    for gradient in gradients:
+        if gradient is None or gradient.data_ptr() != start:
+            return False
+        start += gradient.numel() * held.element_size()
+    return start == held.data_ptr() + held.numel() * held.element_size()
+
+
+def _end_to_end(
+    params: Sequence[FlatParam], gradients: Sequence[torch.Tensor | None], like: torch.Tensor
+) -> torch.Tensor:
+    """Return ``gradients`` in one piece (sum of numels,), zeros where there is none."""
+    held = like.new_zeros(sum(param.shape.numel() for param in params))
+    start = 0
+    for param, gradient in zip(params, gradients, strict=True):
+        numel = param.shape.numel()
+        if gradient is not None:
+            held.narrow(0, start, numel).copy_(param.in_order(gradient).reshape(-1))
+        start += numel
+    return held
+
+
+def _set_attributes(param: FlatParam, tensor: torch.Tensor) -> None:
+    for module, name, plain in param.slots:
+        if plain:
+            module.__dict__[name] = tensor
+        else:
+            setattr(module, name, tensor)  # a class that keeps a list of its weights

@@ -1,0 +1,163 @@
+"""From a module to a unit: the modules below that a policy names, then the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.api import CPUOffloadPolicy, OffloadPolicy
+from fsdp.engine.group_options import GroupOptions, Kept
+from fsdp.engine.managed import move_to
+from fsdp.engine.param import find_owners
+from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.state import Prefetches, Wording
+from fsdp.engine.unit import FSDPState
+from fsdp.flat_exposure import FlatExposure
+from fsdp.flat_parameter import (
+    EndToEnd,
+    check_flattenable,
+    flatten,
+)
+from fsdp.original_exposure import OriginalExposure
+from fsdp.wrap import Policy, PolicyFn, choose_targets, one_of, post_order, replace_targets
+from fsdp.wrapper_checks import Arguments
+from fsdp.wrapper_mesh import mesh_info
+from fsdp.wrapper_options import STRATEGIES, BackwardPrefetch
+from fsdp.wrapper_owned import owned_modules, owned_params
+from fsdp.wrapper_setup import broadcast_states, check_units, keep_precise, materialize
+from fsdp.wrapper_unit import WrappedUnit, clean_name
+
+_PREFETCHES = {
+    BackwardPrefetch.BACKWARD_PRE: Prefetches.BEFORE_GRADIENTS,
+    BackwardPrefetch.BACKWARD_POST: Prefetches.AFTER_GRADIENTS,
+    None: Prefetches.NEVER,
+}
+
+_WORDING = Wording(
+    module="FSDP-wrapped module",
+    sharing="Wrap the smallest module that holds all uses of it as one unit.",
+    names_agree=False,  # what a rank ignores may lie between what it does not
+    clean=clean_name,
+)
+
+
+def wrap_children(
+    root: WrappedUnit,
+    module: nn.Module,
+    policy: Policy | PolicyFn,
+    given: Arguments,
+    mesh: DeviceMesh,
+) -> None:
+    """Make units of the modules below ``module`` that ``policy`` names, as ``root`` is one.
+
+    Raises:
+        ValueError: the policy, or the division into units, is not what it must be.
+    """
+    ignored_modules, ignored_params = root._ignored_modules, root._ignored_params
+    kwargs = {**given.for_children(), "device_mesh": mesh}
+    kwargs["ignored_states"] = ignored_params or None
+    precise = tuple(given.mixed_precision._module_classes_to_ignore)
+    apart: set[nn.Module] = set()
+    if given.mixed_precision.lowers and precise:
+        apart = {m for m in module.modules() if isinstance(m, precise)}
+        apart -= {module, *ignored_modules}
+    if apart and not isinstance(policy, Policy):
+        policy = one_of([policy, _is_one_of(precise)])
+    targets = choose_targets(
+        module, policy, kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params
+    )
+    for each in apart:
+        targets.setdefault(each, dict(kwargs))["mixed_precision"] = None
+    for target in targets.values():
+        if target.get("process_group") is not None:
+            target["device_mesh"] = None
+    check_units(
+        module, targets, ignored_modules, ignored_params, use_orig_params=given.use_orig_params
+    )
+    if apart:
+        keep_precise(apart)
+    ordered = {m: targets[m] for m in post_order(module) if m in targets}
+    replace_targets(module, ordered, type(root))
+
+
+def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Flatten what ``unit`` owns below ``module``, and give it its state and its group.
+
+    *Collective*: broadcasts, if states are to be synchronised. *Memory*: one shard beside the
+    parameters.
+    """
+    given = unit._arguments
+    owned = owned_modules(module, unit._ignored_modules)
+    materialize(owned, device, given.param_init_fn)
+    originals = owned_params(owned, unit._ignored_params)
+    params = list(originals)
+    check_flattenable(params, use_orig_params=given.use_orig_params)
+    buffers = list({b: None for m in owned for b in m.buffers(recurse=False)})
+    unit._buffers_owned = [(m, name) for m in owned for name in m._buffers]
+    if given.device_id is not None:
+        move_to([*params, *buffers], device)
+    info = mesh_info(mesh, given.sharding_strategy)
+    if given.sync_module_states:
+        broadcast_states([*params, *buffers], info, device)
+    policy = given.policy()
+    state = FSDPState((unit,), info, device, policy, auto_reshard=True, wording=_WORDING)
+    state.prefetches = _PREFETCHES[given.backward_prefetch]
+    unit._exposure = _exposure(unit, module, params)
+    if not params:
+        return
+    keeps = given.use_orig_params
+    lay_out = EndToEnd.of(policy.param_dtype or params[0].dtype, use_orig_params=keeps)
+    owners = find_owners(params, (module,))
+    pieces = flatten(params, owners, info, lay_out, use_orig_params=keeps)
+    options = GroupOptions(
+        device=device,
+        exposure=unit._exposure,
+        lay_out=lay_out,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy() if given.cpu_offload.offload_params else OffloadPolicy(),
+        whole_reductions=True,
+        kept=_kept(given),
+        edits=unit._exposure,
+    )
+    after = info if STRATEGIES[given.sharding_strategy].reshards else None
+    state.groups.append(FSDPParamGroup(pieces, (unit,), info, after, options))
+
+
+def _exposure(
+    unit: WrappedUnit, module: nn.Module, params: Sequence[nn.Parameter]
+) -> FlatExposure | OriginalExposure:
+    given, watches = unit._arguments, not unit._environment.skip_writeback_check
+    low = given.gradient_dtype()
+    if params and not given.use_orig_params:
+        grad = params[0].requires_grad
+        owner = getattr(module, "_checkpoint_wrapped_module", module)
+        return FlatExposure(owner, requires_grad=grad, low_dtype=low, watches=watches)
+    keeps_shape = not STRATEGIES[given.sharding_strategy].shards
+    return OriginalExposure(keeps_shape=keeps_shape, low_dtype=low, watches=watches)
+
+
+def _kept(given: Arguments) -> Kept:
+    """Return what users see between forward and backward of parameters that stay whole.
+
+    Whole ones where the strategy says that they stay; else their own, although the root's stay.
+    """
+    row = STRATEGIES[given.sharding_strategy]
+    stays = row.shards and not row.reshards
+    return Kept.UNTIL_BACKWARD if stays or not given.use_orig_params else Kept.HIDDEN
+
+
+def own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of ``module`` itself that are not ``ignored``."""
+    params = [p for p in module.parameters(recurse=False) if p not in ignored]
+    return [*params, *module.buffers(recurse=False)]
+
+
+def _is_one_of(classes: tuple[type[nn.Module], ...]) -> PolicyFn:
+    def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:  # noqa: FBT001
+        return recurse or isinstance(module, classes)
+
+    return policy

@@ -1,0 +1,141 @@
+"""The covering array holds every pair of options, and its rows reach the wrapper as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conformance.adapter import BuildConfig
+from conformance.adapters import adapter_class, covering
+from conformance.adapters.covering import DTYPES, FOUR_RANKS, ROWS, CoveringAdapter
+from conformance.adapters.wrapping import HYBRID, STRATEGIES, variants
+from conformance.models import case
+from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
+from conformance.testing import assert_parity
+from conformance.testing.place import standing
+
+VALUES: tuple[tuple[Any, ...], ...] = (
+    (False, True),
+    STRATEGIES,
+    ("BACKWARD_PRE", "BACKWARD_POST", None),
+    (False, True),
+    (None, *DTYPES),
+)
+TORCH = "conformance.adapters.torch_fsdp1:PairsAdapter"
+
+
+def test_every_two_values_meet_in_a_row() -> None:
+    for one, other in combinations(range(len(VALUES)), 2):
+        met = {(row[one], row[other]) for row in ROWS}
+        assert met == set(product(VALUES[one], VALUES[other]))
+
+
+def test_there_are_few_rows_and_each_is_another() -> None:
+    assert len(ROWS) <= 16
+    assert len(covering.covering()) == len(set(ROWS)) == len(ROWS)
+    # The common variants have every kind with every strategy and otherwise defaults.
+    assert all(row[2:] != ("BACKWARD_PRE", False, None) for row in ROWS)
+
+
+def test_the_rows_for_four_ranks_hold_every_value() -> None:
+    rows = [ROWS[index] for index in FOUR_RANKS]
+    assert len(rows) * 3 == len(ROWS)
+    for column, values in enumerate(VALUES):
+        assert {row[column] for row in rows} == set(values)
+    named = covering.at_four_ranks()
+    assert len(named) == len(rows)
+    assert set(named) <= set(covering.pairs())
+    for name in named:
+        options = covering.pairs()[name]
+        assert options.get("replicas") == (2 if options["sharding_strategy"] in HYBRID else None)
+
+
+def test_a_pattern_names_all_rows_and_no_other_variant() -> None:
+    assert all("prefetch=" in name for name in covering.pairs())
+    assert not any("prefetch=" in name for name in variants())
+
+
+class Recording(CoveringAdapter):
+    """Wraps nothing, and keeps what the wrapper was given."""
+
+    strategies: Mapping[str, str] = {name: f"strategy {name}" for name in STRATEGIES}
+    prefetches: Mapping[str, str] = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
+    variants = covering.pairs()
+    given: Mapping[str, Any]
+
+    @staticmethod
+    def policy(classes: set[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+        return tuple(classes)
+
+    @staticmethod
+    def offload(**options: bool) -> Any:
+        return ("offload", options)
+
+    @staticmethod
+    def precision(**options: torch.dtype) -> Any:
+        return ("precision", options)
+
+    @staticmethod
+    def wrapper(model: nn.Module, **options: Any) -> nn.Module:
+        Recording.given = options
+        return model
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        (
+            "use_orig_params,prefetch=BACKWARD_PRE,cpu_offload,param_dtype=float64",
+            {
+                "use_orig_params": True,
+                "sharding_strategy": "strategy FULL_SHARD",
+                "backward_prefetch": "pre",
+                "cpu_offload": ("offload", {"offload_params": True}),
+                "mixed_precision": ("precision", {"param_dtype": torch.float64}),
+            },
+        ),
+        (
+            "use_orig_params,prefetch=None",
+            {
+                "use_orig_params": True,
+                "sharding_strategy": "strategy FULL_SHARD",
+                "backward_prefetch": None,
+            },
+        ),
+    ],
+)
+def test_a_row_reaches_the_wrapper_in_its_own_types(name: str, wanted: dict[str, Any]) -> None:
+    adapter = Recording()
+    adapter.configure(Recording.variants[name])
+    config = BuildConfig(
+        device=torch.device("cpu"),
+        world_size=2,
+        units=(nn.Linear,),
+        options=Recording.variants[name],
+    )
+    adapter.build(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, lr=0.1), config)
+    common = {"auto_wrap_policy": (nn.Linear,), "device_id": torch.device("cpu")}
+    assert Recording.given == wanted | common
+
+
+def _parity(context: RankContext, adapter: str, variant: str) -> None:
+    with standing(context):
+        assert_parity(adapter, case("uneven"), variant=variant)
+
+
+# PyTorch's wrapper offloads only from an accelerator.
+RUNS_ON_CPU = [name for name, options in covering.covering().items() if not options["cpu_offload"]]
+
+
+@pytest.mark.parametrize("variant", RUNS_ON_CPU)
+def test_a_row_trains_like_the_unsharded_oracle(variant: str) -> None:
+    assert adapter_class(TORCH).variants == covering.pairs()
+    job = Job.of(_parity, adapter=TORCH, variant=variant)
+    # Jobs that make meshes of several dims leave them in the caches of a rank.
+    outcome = shared_pool(2, "cpu").run(job, fresh="HYBRID" in variant)
+    assert outcome.verdict is RankVerdict.OK, outcome.sentence

@@ -1,0 +1,151 @@
+"""Parts of the engine by themselves, and the names and guards that surround it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from conformance.ranks import RankContext
+from fsdp import FSDPMeshInfo, fully_shard
+from fsdp.engine.division import choose_division
+from fsdp.engine.hooks import untraced
+from fsdp.engine.managed import move_to
+from fsdp.engine.optimizer_guard import refuse_in_optimizers
+from fsdp.engine.state import TRAINING_STATE_CHANGES, TrainingState, check_change
+from fsdp.engine.tree import to_device
+from tests.fsdp.plain import batch, build, compare, train_plain, train_sharded
+from tests.fsdp.ranks import agreed, error_of
+from tests.fsdp.test_extension import Doubled
+from tests.fsdp.test_training import shard_blocks
+
+
+def _read_names(context: RankContext) -> list[bool]:
+    model = shard_blocks(build())
+    model(batch(0, context.rank))
+    state, inner = (module._get_fsdp_state() for module in (model, model.blocks[0]))
+    return [
+        state._fsdp_param_groups == [state._fsdp_param_group],
+        state._fsdp_param_group.fsdp_params[0].fqn == "inp.weight",
+        "inp.weight" in repr(state._fsdp_param_group.fsdp_params[0]),
+        "blocks.0" in repr(inner._fsdp_param_group),
+        state._is_root is True and inner._is_root is False,
+        inner._state_ctx is state._state_ctx and len(state._state_ctx.all_states) == 3,
+        inner._comm_ctx is state._comm_ctx,
+        inner._training_state.name == "IDLE",
+    ]
+
+
+def test_the_names_that_users_of_pytorchs_read_are_there() -> None:
+    assert all(agreed(_read_names, 2))
+
+
+def test_every_change_of_state_that_the_table_lacks_is_named() -> None:
+    for change in itertools.product(TrainingState, TrainingState):
+        if change in TRAINING_STATE_CHANGES:
+            check_change("blocks.0", *change)
+            continue
+        with pytest.raises(RuntimeError, match=r"'blocks\.0' cannot go from .* If an exception"):
+            check_change("blocks.0", *change)
+
+
+def _own_process_group(context: RankContext) -> list[Any]:
+    """Without a process group, the first call starts one from the environment."""
+    dist.destroy_process_group()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launched = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    model, plain = fully_shard(build()), build()
+    started = dist.is_initialized()
+    train_sharded(model, 0)
+    train_plain(plain, 1)
+    compare(model, plain)
+    return [started, dist.get_world_size()]
+
+
+def test_a_process_group_is_started_if_there_is_none() -> None:
+    assert agreed(_own_process_group, 1, fresh=True) == [True, 1]
+
+
+def test_an_optimizer_that_holds_refused_parameters_is_named_at_its_first_step() -> None:
+    refused, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    refuse_in_optimizers(refused, "block.weight", "were sharded after it was made")
+    for param in (refused, other):
+        param.grad = torch.ones(2)
+    torch.optim.SGD([other], lr=1.0).step()
+    assert other.tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match=r"SGD holds 1 parameters that were .*block\.weight"):
+        torch.optim.SGD([refused], lr=1.0).step()
+    assert refused.tolist() == [1.0, 1.0]
+
+
+META = torch.device("meta")
+
+
+def test_tensors_that_cannot_be_set_are_swapped_for_moved_ones() -> None:
+    param = nn.Parameter(Doubled(torch.ones(2, 3)), requires_grad=False)
+    holder = nn.ParameterList([param])
+    move_to(holder.parameters(), META)
+    assert holder[0] is param
+    assert param.device == META
+    assert param.requires_grad is False
+
+
+def _on_another_device(context: RankContext) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+    # The only other device of this type is the same one under another name.
+    return error_of(lambda: move_to([tensor], torch.device("cpu", 0)))
+
+
+def test_a_dtensor_on_another_device_of_its_mesh_is_refused() -> None:
+    kind, text = agreed(_on_another_device, 2)
+    assert (kind, text) == ("AssertionError", "Expects DTensor to be moved to cpu but got cpu")
+
+
+def test_only_tensors_that_are_elsewhere_are_moved() -> None:
+    there, here = torch.ones(2, device=META), torch.ones(3)
+    moved = to_device({"a": [there, 1], "b": (here,)}, META)
+    assert moved["a"][0] is there
+    assert moved["a"][1] == 1
+    assert (moved["b"][0].device, moved["b"][0].shape) == (META, here.shape)
+
+
+def test_hooks_stay_out_of_graphs_while_the_compiler_traces(monkeypatch: Any) -> None:
+    hidden: list[Any] = []
+
+    def disable(method: Any, *, recursive: bool) -> Any:
+        hidden.append(recursive)
+        return method
+
+    monkeypatch.setattr(torch._dynamo, "disable", disable)
+    call = untraced(lambda x, *, y: x + y)
+    assert (call(1, y=2), hidden) == (3, [])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert (call(1, y=2), hidden) == (3, [True])
+
+
+def _divisions(context: RankContext) -> list[Any]:
+    """Who divides, for a factor that is not the number of ranks."""
+    info = FSDPMeshInfo(init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
+    options: dict[str, Any] = {"factor": 8.0, "force_sum": False}
+    found = []
+    for premultiplies in (False, True):
+        division = choose_division(info, torch.float32, premultiplies=premultiplies, **options)
+        is_sum = division.scatter_op == dist.ReduceOp.SUM
+        found.append([division.before, is_sum, division.after])
+    return found
+
+
+def test_a_backend_that_can_multiply_first_divides_in_the_reduction() -> None:
+    assert agreed(_divisions, 2) == [[1.0, True, 8.0], [1.0, False, 1.0]]

@@ -1,0 +1,432 @@
+"""What users see of gradients, and do: while they wait, in a low dtype, whole, in a hook."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks as torch_hooks
+
+from conformance.ranks import RankContext
+from fsdp import comm_hooks
+from fsdp.wrap import CustomPolicy
+from fsdp.wrapper import FullyShardedDataParallel as FSDP
+from fsdp.wrapper_options import CPUOffload, MixedPrecision, ShardingStrategy
+from tests.fsdp.plain import Residual, batch, build, loss_of, optimizer_of, train_plain
+from tests.fsdp.ranks import on_ranks
+from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+def plain_gradients(*parts: tuple[int, int], scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """The sum of the gradients of these (step, rank) batches, times ``scale``."""
+    plain = build()
+    for step, rank in parts:
+        (loss_of(plain, batch(step, rank)) * scale).backward()
+    return {name: p.grad for name, p in plain.named_parameters()}
+
+
+def seen_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in named(model)}
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+# While they wait for a reduction
+
+
+def _held(context: RankContext, strategy: str) -> None:
+    model = wrapped(use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+    parts = [(0, context.rank), (1, context.rank)]
+    for number, (step, rank) in enumerate(parts):
+        with model.no_sync():
+            loss_of(model, batch(step, rank)).backward()
+        want = plain_gradients(*parts[: number + 1])
+        got = seen_gradients(model)
+        assert list(got) == list(want)
+        for name, gradient in got.items():
+            close(gradient, want[name])
+
+
+@STRATEGIES
+def test_gradients_of_this_rank_are_whole_until_they_are_reduced(strategy: str) -> None:
+    on_ranks(_held, 2, strategy=strategy)
+
+
+def _changed_while_held(context: RankContext, *, original: bool, change: str) -> None:
+    """What the user makes of them is what is reduced, or dropped."""
+    model = wrapped(use_orig_params=original)
+    optimizer = optimizer_of(model.parameters(), "sgd")
+    with model.no_sync():
+        loss_of(model, batch(0, context.rank)).backward()
+    factor = {"double": 2.0, "replace": 3.0}.get(change, 0.0)
+    if change == "double":
+        for param in model.parameters():
+            param.grad.mul_(2)
+    elif change == "replace":
+        for param in model.parameters():
+            fresh = param.grad * 3
+            param.grad.data = fresh
+    else:
+        optimizer.zero_grad(set_to_none=change == "none")
+    loss = loss_of(model, batch(1, context.rank))
+    loss.backward()
+    optimizer.step()
+    plain = build()
+    other = optimizer_of(plain.parameters(), "sgd")
+    for rank in range(context.world_size):
+        (factor * loss_of(plain, batch(0, rank)) / context.world_size).backward()
+        (loss_of(plain, batch(1, rank)) / context.world_size).backward()
+    other.step()
+    agrees(model, plain)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("change", ["double", "replace", "none", "zeros"])
+def test_the_users_changes_to_waiting_gradients_count(change: str, *, original: bool) -> None:
+    on_ranks(_changed_while_held, 2, original=original, change=change)
+
+
+def _after_a_reduction(context: RankContext, *, original: bool, strategy: str) -> None:
+    """Reduced gradients of before come back, and the waiting ones are added to them."""
+    model = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy[strategy])
+    optimizer = optimizer_of(model.parameters())
+    plain = build()
+    other = optimizer_of(plain.parameters())
+    for step in range(2):
+        for part in range(4):
+            x = batch(step, context.rank, part)
+            if part % 2:
+                with model.no_sync():
+                    loss_of(model, x).backward()
+            else:
+                loss_of(model, x).backward()
+            for rank in range(context.world_size):
+                if part < 3:  # what is not reduced by the end of the step is dropped with it
+                    (loss_of(plain, batch(step, rank, part)) / context.world_size).backward()
+        model._state.context.all_states[0].abandon_tree()
+        optimizer.step()
+        optimizer.zero_grad()
+        other.step()
+        other.zero_grad()
+    agrees(model, plain)
+
+
+@ORIGINAL
+@STRATEGIES
+def test_reduced_and_waiting_gradients_add_up_in_any_order(
+    strategy: str, *, original: bool
+) -> None:
+    on_ranks(_after_a_reduction, 2, original=original, strategy=strategy)
+
+
+def _dropped_with_the_reduced(context: RankContext, *, original: bool) -> None:
+    """zero_grad() while waiting gradients are shown drops the reduced ones behind them too."""
+    model = wrapped(use_orig_params=original)
+    loss_of(model, batch(0, context.rank)).backward()
+    with model.no_sync():
+        loss_of(model, batch(1, context.rank)).backward()
+    model.zero_grad()
+    loss_of(model, batch(2, context.rank)).backward()
+    optimizer_of(model.parameters(), "sgd").step()
+    plain = build()
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(2, rank)) / context.world_size).backward()
+    optimizer_of(plain.parameters(), "sgd").step()
+    agrees(model, plain)
+
+
+@ORIGINAL
+def test_zeroed_gradients_do_not_come_back(*, original: bool) -> None:
+    on_ranks(_dropped_with_the_reduced, 2, original=original)
+
+
+def _offloaded(context: RankContext, *, original: bool) -> None:
+    model = wrapped(use_orig_params=original, cpu_offload=CPUOffload(offload_params=True))
+    train(model, context.rank, micro=3)
+    plain = build()
+    train_plain(plain, context.world_size, micro=3)
+    agrees(model, plain)
+
+
+@ORIGINAL
+def test_offloaded_gradients_wait_as_well(*, original: bool) -> None:
+    on_ranks(_offloaded, 2, original=original)
+
+
+# In a low dtype
+
+
+def _low(context: RankContext, *, original: bool, strategy: str) -> None:
+    low = MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_low_precision_grads=True
+    )
+    model = wrapped(
+        use_orig_params=original,
+        mixed_precision=low,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    wanted = torch.float32 if strategy == "NO_SHARD" else torch.bfloat16
+    for _ in range(2):
+        loss_of(model, batch(0, context.rank)).backward()
+        kinds = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+        assert kinds == {wanted}
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    norm = model.clip_grad_norm_(1e9)
+    assert norm.dtype == wanted
+    twice = plain_gradients((0, 0), (0, 1))  # two backwards of half the sum
+    whole = torch.stack([g.norm() for g in twice.values()]).norm()
+    torch.testing.assert_close(norm.float(), whole, rtol=2e-2, atol=0)
+
+
+@ORIGINAL
+@STRATEGIES
+def test_gradients_may_stay_in_the_low_dtype(strategy: str, *, original: bool) -> None:
+    on_ranks(_low, 2, original=original, strategy=strategy)
+
+
+# Whole, beside whole parameters
+
+
+def _whole(context: RankContext, strategy: str) -> None:
+    model = wrapped(use_orig_params=True, sharding_strategy=ShardingStrategy[strategy])
+    loss_of(model, batch(0, context.rank)).backward()
+    want = plain_gradients((0, 0), (0, 1), scale=0.5)
+    with FSDP.summon_full_params(model, with_grads=True):
+        for name, param in model.named_parameters():
+            close(param.grad, want[name])
+            param.grad.mul_(2)
+        model.inp.weight.grad = None
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        for name, param in model.named_parameters():
+            if name == "inp.weight":
+                assert param.grad is None
+            else:
+                close(param.grad, 2 * want[name])
+            param.grad = torch.zeros_like(param)
+    if strategy == "NO_SHARD":
+        return  # nothing brings the old values back
+    with FSDP.summon_full_params(
+        model, with_grads=True, writeback=False, rank0_only=True, recurse=False
+    ):
+        weight = model.module.out.weight
+        if context.rank == 0:
+            close(weight.grad, 2 * want["out.weight"])
+        else:
+            assert weight.dim() == 1
+        assert model.module.blocks[0].up.bias.dim() == 1
+        assert model.module.blocks[0].down.weight.dim() == 1
+
+
+@STRATEGIES
+def test_whole_gradients_are_shown_and_written_back(strategy: str) -> None:
+    on_ranks(_whole, 2, strategy=strategy)
+
+
+def _waiting(context: RankContext) -> None:
+    model = wrapped(use_orig_params=True)
+    with model.no_sync():
+        loss_of(model, batch(0, context.rank)).backward()
+    with (
+        pytest.raises(RuntimeError, match="wait for their reduction"),
+        FSDP.summon_full_params(model, with_grads=True),
+    ):
+        pass
+    with FSDP.summon_full_params(model):
+        pass
+    want = plain_gradients((0, context.rank))
+    for name, gradient in seen_gradients(model).items():
+        close(gradient, want[name])
+
+
+def test_waiting_gradients_are_not_taken_for_reduced_ones() -> None:
+    on_ranks(_waiting, 2)
+
+
+def _partly(context: RankContext) -> None:
+    """A gradient that one rank has lost counts as zero there, and is lost again afterwards."""
+    model = wrapped(use_orig_params=True)
+    loss_of(model, batch(0, context.rank)).backward()
+    want = plain_gradients((0, 0), (0, 1), scale=0.5)
+    held = {id(p): p.grad is not None for p in model.parameters()}
+    if context.rank == 1:
+        model.zero_grad()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for name, param in model.named_parameters():
+            if param.grad is None:
+                continue  # it lay on rank 1 alone
+            mine = param.grad.flatten() != 0
+            close(param.grad.flatten()[mine], want[name].flatten()[mine])
+    for param in model.parameters():
+        assert (param.grad is not None) == (held[id(param)] and context.rank == 0)
+    model.zero_grad()
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_gradient_of_some_ranks_is_completed_by_zeros() -> None:
+    on_ranks(_partly, 2)
+
+
+# Reduced by the user's own hook
+
+PAIRS = {
+    "ours": (comm_hooks, comm_hooks.reduce_scatter_hook, comm_hooks.allreduce_hook),
+    "torch": (torch_hooks, torch_hooks.reduce_scatter_hook, torch_hooks.allreduce_hook),
+}
+
+
+def _default_hooks(context: RankContext, source: str, strategy: str, *, original: bool) -> None:
+    module, scatter, reduce = PAIRS[source]
+    model = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy[strategy])
+    hook = reduce if strategy == "NO_SHARD" else scatter
+    state = module.DefaultState(dist.group.WORLD)
+    assert state.gradient_predivide_factor * state.gradient_postdivide_factor == state.world_size
+    model.register_comm_hook(state, hook)
+    train(model, context.rank, micro=2)
+    plain = build()
+    train_plain(plain, context.world_size, micro=2)
+    agrees(model, plain)
+
+
+@ORIGINAL
+@STRATEGIES
+@pytest.mark.parametrize("source", PAIRS)
+def test_the_default_hooks_reduce_like_none(source: str, strategy: str, *, original: bool) -> None:
+    on_ranks(_default_hooks, 2, source=source, strategy=strategy, original=original)
+
+
+def _compressed(context: RankContext, name: str, strategy: str) -> None:
+    """The communication is in the low dtype, what is left in the parameters'."""
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    dtypes: list[torch.dtype] = []
+    hook = getattr(comm_hooks, name)
+
+    @functools.wraps(hook)
+    def watched(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        hook(state, gradient, output)
+        if output is not None:
+            dtypes.append(gradient.dtype)
+
+    model.register_comm_hook(comm_hooks.LowPrecisionState(dist.group.WORLD), watched)
+    loss_of(model, batch(0, context.rank)).backward()
+    low = torch.float16 if name.startswith("fp16") else torch.bfloat16
+    assert set(dtypes) == (set() if strategy == "NO_SHARD" else {low})
+    other = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    loss_of(other, batch(0, context.rank)).backward()
+    for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        assert param.grad.dtype == torch.float32
+        assert not torch.equal(param.grad, wanted.grad)
+        torch.testing.assert_close(param.grad, wanted.grad, rtol=2e-2, atol=2e-3)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+def test_compressing_hooks_change_the_dtype_of_the_reduction_alone(
+    name: str, strategy: str
+) -> None:
+    on_ranks(_compressed, 2, name=name, strategy=strategy)
+
+
+def _dtypes_given(context: RankContext) -> None:
+    """A compressing hook gets gradients as they are; any other gets them in the reduce dtype."""
+    mixed = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
+    for name, wanted in (("mine", torch.bfloat16), ("fp16_compress_hook", torch.float32)):
+        seen: list[torch.dtype] = []
+
+        def hook(state: Any, gradient: torch.Tensor, output: torch.Tensor, seen=seen) -> None:
+            seen.append(gradient.dtype)
+            output.zero_()
+
+        hook.__name__ = name
+        model = wrapped(mixed_precision=mixed)
+        model.register_comm_hook(None, hook)
+        loss_of(model, batch(0, context.rank)).backward()
+        assert seen == [wanted] * 3
+
+
+def test_only_compressing_hooks_choose_their_dtype() -> None:
+    on_ranks(_dtypes_given, 2)
+
+
+def _mixed_tree(context: RankContext) -> None:
+    """The hook has both signatures in a tree of both kinds of units."""
+    policy = CustomPolicy(
+        lambda m: isinstance(m, Residual) and {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    )
+    model = wrapped(auto_wrap_policy=policy)
+    calls: list[bool] = []
+
+    def hook(state: Any, gradient: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        calls.append(output is None)
+        defaults = comm_hooks.DefaultState(dist.group.WORLD)
+        if output is None:
+            comm_hooks.allreduce_hook(defaults, gradient)
+        else:
+            comm_hooks.reduce_scatter_hook(defaults, gradient, output)
+
+    state = object()
+    model.register_comm_hook(state, hook)
+    units = FSDP.fsdp_modules(model)
+    assert {id(unit._comm_hook) for unit in units} == {id(hook)}
+    assert {id(unit._comm_hook_state) for unit in units} == {id(state)}
+    train(model, context.rank)
+    assert sorted(calls) == [False] * 3 + [True] * 6
+    plain = build()
+    train_plain(plain, context.world_size)
+    agrees(model, plain)
+
+
+def test_one_hook_serves_sharded_and_replicated_units() -> None:
+    on_ranks(_mixed_tree, 2)
+
+
+def test_the_state_of_a_hook_needs_a_group() -> None:
+    with pytest.raises(ValueError, match="explicit ProcessGroup"):
+        comm_hooks.DefaultState(None)
+
+
+# Optimizers that step inside backward
+
+
+def _steps_in_backward(context: RankContext, *, micro: int) -> None:
+    inner = build()
+    for param in inner.parameters():
+        param._in_backward_optimizers = [torch.optim.SGD([param], lr=0.1, weight_decay=0.1)]
+    model = wrapped_module(inner)
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        for part in range(micro):
+            if part < micro - 1:
+                with model.no_sync():
+                    loss_of(model, batch(step, context.rank, part)).backward()
+            else:
+                loss_of(model, batch(step, context.rank, part)).backward()
+            for rank in range(context.world_size):
+                (loss_of(plain, batch(step, rank, part)) / context.world_size).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    agrees(model, plain)
+
+
+def wrapped_module(inner: nn.Module) -> FSDP:
+    policy = CustomPolicy(lambda m: isinstance(m, Residual))
+    return FSDP(inner, auto_wrap_policy=policy, use_orig_params=True)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_optimizers_may_step_as_soon_as_a_gradient_is_reduced(micro: int) -> None:
+    on_ranks(_steps_in_backward, 2, micro=micro)

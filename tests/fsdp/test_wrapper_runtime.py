@@ -1,0 +1,256 @@
+"""How often the wrapper communicates, and what it keeps in memory, in every strategy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from conformance.ranks import RankContext
+from fsdp.wrap import ModuleWrapPolicy
+from fsdp.wrapper import FullyShardedDataParallel as FSDP
+from fsdp.wrapper_options import ShardingStrategy
+from tests.fsdp.plain import Residual, Stack, batch, build, loss_of, train_plain
+from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
+
+UNITS = 3  # the root, which has parameters of its own, and two blocks
+
+
+class Counter:
+    """Counts the gathers and the reductions of the engine while it is entered."""
+
+    def __init__(self) -> None:
+        self.gathers = self.reductions = 0
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Counter:
+        collectives = importlib.import_module("fsdp.engine.collectives")
+        reduction = importlib.import_module("fsdp.engine.reduction")
+        gather, reduce = collectives.all_gather, reduction.reduce_scatter
+
+        def counted_gather(*args: Any, **kwargs: Any) -> Any:
+            self.gathers += 1
+            return gather(*args, **kwargs)
+
+        def counted_reduce(*args: Any, **kwargs: Any) -> Any:
+            self.reductions += 1
+            return reduce(*args, **kwargs)
+
+        self._patch.setattr(collectives, "all_gather", counted_gather)
+        self._patch.setattr(reduction, "reduce_scatter", counted_reduce)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.undo()
+
+
+def _counts(context: RankContext, strategy: str, *, original: bool, root: bool) -> list[list[int]]:
+    """(gathers of forward, of backward, reductions), of a syncing and two other iterations."""
+    model = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy[strategy])
+    if not root:
+        inner = nn.Sequential(*(Residual() for _ in range(UNITS)))
+        model = FSDP(
+            inner,
+            auto_wrap_policy=ModuleWrapPolicy({Residual}),
+            use_orig_params=original,
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+    train(model, context.rank)
+    found = []
+    for sync in (True, False, False, True):
+        with Counter() as forward:
+            loss = loss_of(model, batch(0, context.rank))
+        with Counter() as backward:
+            if sync:
+                loss.backward()
+            else:
+                with model.no_sync():
+                    loss.backward()
+        assert forward.reductions == 0
+        found.append([forward.gathers, backward.gathers, backward.reductions])
+    return found
+
+
+@ORIGINAL
+@pytest.mark.parametrize(
+    ("strategy", "root", "wanted"),
+    [
+        # with a root that owns parameters, backward finds those still whole
+        (
+            "FULL_SHARD",
+            True,
+            [[UNITS, UNITS - 1, reductions] for reductions in (UNITS, 0, 0, UNITS)],
+        ),
+        (
+            "FULL_SHARD",
+            False,
+            [[UNITS, UNITS, reductions] for reductions in (UNITS, 0, 0, UNITS)],
+        ),
+        # what a backward that reduces nothing has left whole is not gathered again
+        ("SHARD_GRAD_OP", True, [[UNITS, 0, UNITS], [UNITS, 0, 0], [0, 0, 0], [0, 0, UNITS]]),
+        ("NO_SHARD", True, [[0, 0, 0]] * 4),
+    ],
+)
+def test_an_iteration_communicates_as_often_as_its_strategy_says(
+    strategy: str, wanted: Any, *, root: bool, original: bool
+) -> None:
+    found = agreed(_counts, 2, strategy=strategy, original=original, root=root)
+    assert found == wanted
+
+
+def _hybrid(context: RankContext, strategy: str, *, original: bool) -> list[list[int]]:
+    """As the strategy that it is built on, and one all-reduce over the replicas per unit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options = {
+        "use_orig_params": original,
+        "sharding_strategy": ShardingStrategy[strategy],
+        "device_mesh": mesh,
+    }
+    model, plain = wrapped(**options), build()
+    train(model, context.rank)
+    train_plain(plain, context.world_size)
+    agrees(model, plain)
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    other = wrapped(**options)
+    other.load_state_dict(state)
+    agrees(other, plain)
+    reduced: list[int] = []
+    reduce = dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *a, **k: (reduced.append(1), reduce(*a, **k))[1])
+        with Counter() as forward:
+            loss = loss_of(model, batch(0, context.rank))
+        with Counter() as backward:
+            loss.backward()
+    return [forward.gathers, backward.gathers, backward.reductions, len(reduced)]
+
+
+@ORIGINAL
+@pytest.mark.parametrize(
+    ("strategy", "wanted"),
+    [
+        ("HYBRID_SHARD", [UNITS, UNITS - 1, UNITS, UNITS]),
+        ("_HYBRID_SHARD_ZERO2", [UNITS, 0, UNITS, UNITS]),
+    ],
+)
+def test_hybrid_strategies_reduce_once_more(
+    strategy: str, wanted: list[int], *, original: bool
+) -> None:
+    assert agreed(_hybrid, 4, strategy=strategy, original=original, fresh=True) == wanted
+
+
+def _storages(context: RankContext, strategy: str) -> list[list[bool]]:
+    """Whether the root and the blocks are whole after forward, backward and evaluation."""
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    units = FSDP.fsdp_modules(model)
+    loss = loss_of(model, batch(0, context.rank))
+
+    def whole() -> list[bool]:
+        return [unit._state.groups[0].sharded_state.name != "SHARDED" for unit in units]
+
+    found = [whole()]
+    loss.backward()
+    found.append(whole())
+    with torch.no_grad():
+        model(batch(0, 0))
+    return [*found, whole()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "after_forward"),
+    [
+        ("FULL_SHARD", [True, False, False]),
+        ("SHARD_GRAD_OP", [True, True, True]),
+    ],
+)
+def test_what_stays_whole_after_forward_is_the_strategys(
+    strategy: str, after_forward: list[bool]
+) -> None:
+    found = agreed(_storages, 2, strategy=strategy)
+    assert found == [after_forward, [False] * UNITS, [False] * UNITS]
+
+
+def _root(context: RankContext) -> list[Any]:
+    """The unit that runs first is the root; asking for it starts the tree as well."""
+    model = wrapped()
+    found: list[Any] = [unit._is_root for unit in FSDP.fsdp_modules(model)]
+    found.append(model.blocks[0].check_is_root())
+    found.append(model.check_is_root())
+    found += [unit._is_root for unit in FSDP.fsdp_modules(model)]
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    assert [type(unit.module) for unit in FSDP.fsdp_modules(model)] == [Stack, Residual, Residual]
+    alone = wrapped(Residual, auto_wrap_policy=None)
+    alone(batch(0, 0))
+    return [*found, alone._is_root]
+
+
+def test_the_outermost_unit_becomes_the_root() -> None:
+    found = agreed(_root, 2)
+    assert found == [None] * UNITS + [False, True] + [True, False, False] + [True]
+
+
+def _wrapped_again(context: RankContext) -> None:
+    """A trained unit under a new wrapper gives the same outputs, and trains on."""
+    inner = wrapped(Residual, auto_wrap_policy=None)
+    outer = FSDP(nn.Sequential(inner))
+    with torch.no_grad():
+        before = outer(batch(0, 0))
+    again = FSDP(nn.Sequential(wrapped(Residual, auto_wrap_policy=None), nn.Linear(10, 3)))
+    plain = nn.Sequential(build(Residual), nn.Linear(10, 3))
+    plain.load_state_dict(again.state_dict())
+    train(again, context.rank)
+    train_plain(plain, context.world_size)
+    agrees(again, plain)
+    with torch.no_grad():
+        assert torch.equal(outer(batch(0, 0)), before)
+        assert torch.equal(build(Residual)(batch(0, 0)), before)
+
+
+def test_a_unit_may_be_wrapped_again() -> None:
+    on_ranks(_wrapped_again, 2)
+
+
+def _half_used(context: RankContext, *, original: bool) -> None:
+    """A unit that the loss does not need ends sharded, without a gradient, and trains later."""
+    model = wrapped(Half, use_orig_params=original, auto_wrap_policy=ModuleWrapPolicy({Residual}))
+    plain = build(Half)
+    for _ in range(2):
+        model(batch(0, context.rank))[0].pow(2).mean().backward()
+        states = [g.sharded_state.name for u in FSDP.fsdp_modules(model) for g in u._state.groups]
+        assert set(states) == {"SHARDED"}
+        assert all(p.grad is None for p in model.module.second.parameters())
+        model.zero_grad()
+    train(Both(model), context.rank)
+    train_plain(Both(plain), context.world_size)
+    agrees(model, plain)
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Residual(), Residual()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+class Both(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.inner(x)
+        return first + second
+
+
+@ORIGINAL
+def test_a_unit_without_gradients_is_sharded_again(*, original: bool) -> None:
+    on_ranks(_half_used, 2, original=original)

@@ -1,0 +1,93 @@
+"""Scripts for torch's ``FullyShardedDataParallel`` run with ours when the import is swapped.
+
+Each script is run twice on two CPU ranks, and everything that it kept must be the same: losses and
+tensors bit for bit, names, keys and shapes; the kinds of its warnings and errors, and what their
+texts say of the fragments that its callers know.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+from torch.distributed import fsdp as torch_fsdp
+
+from conformance.ranks import RankContext
+from fsdp import FullyShardedDataParallel
+from tests.fsdp.ranks import agreed
+from tests.interop.wrapper_scripts import IMPORTS, SCRIPTS
+
+PACKAGES = ("torch.distributed.fsdp", "fsdp")
+
+
+FRAGMENTS = (
+    "FSDP will not all-gather parameters for containers that do not implement forward",
+    "FSDP is switching to use `NO_SHARD` instead of",
+    "The `NO_SHARD` sharding strategy is deprecated",
+    "Both mixed precision and an auto_wrap_policy were specified",
+    "has both parameters with requires_grad=True and False",
+)
+NOT_COMPARED = (
+    "full_state_dict will be returned",  # torch says so also if that is what was asked for
+    "state_dict_type() are being deprecated",  # of torch's functions
+)
+
+
+def of_interest(warning: warnings.WarningMessage) -> list[list[str]]:
+    """What callers know a warning by: its kind, and a fragment of its text or all of it."""
+    text = str(warning.message)
+    if any(fragment in text for fragment in NOT_COMPARED):
+        return []
+    known = next((fragment for fragment in FRAGMENTS if fragment in text), text)
+    return [["warning", warning.category.__name__, known]]
+
+
+def kept(package: str, script: str) -> list[Any]:
+    """What a script keeps, with that package as its import, and its warnings."""
+    found: list[Any] = []
+
+    def keep(what: str, value: Any) -> None:
+        found.append([what, value])
+
+    names: dict[str, Any] = {"__name__": "script", "keep": keep}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        exec(compile(IMPORTS.format(package=package) + script, f"{package} script", "exec"), names)
+    return found + [each for warning in seen for each in of_interest(warning)]
+
+
+def _differences(context: RankContext, script: str) -> list[str]:
+    del context
+    theirs, ours = (kept(package, SCRIPTS[script]) for package in PACKAGES)
+    wrong = [
+        f"torch {one!r:.300}, ours {other!r:.300}"
+        for one, other in zip(theirs, ours, strict=False)
+        if repr(one) != repr(other)
+    ]
+    wrong += [f"torch {one!r:.300}, ours nothing" for one in theirs[len(ours) :]]
+    wrong += [f"torch nothing, ours {other!r:.300}" for other in ours[len(theirs) :]]
+    errors = [each for each in theirs if each[0] == "error" and not each[1][1]]
+    return wrong + [f"torch itself says {each}" for each in errors]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_keeps_the_same_with_either_import(script: str) -> None:
+    assert agreed(_differences, 2, fresh="mesh" in SCRIPTS[script], script=script) == []
+
+
+def arguments_used() -> set[str]:
+    """Arguments of the constructor that some script gives by name."""
+    trees = [ast.parse(text) for text in SCRIPTS.values()]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "FSDP"]
+    return {keyword.arg for call in named for keyword in call.keywords if keyword.arg}
+
+
+def test_the_scripts_use_every_argument_of_the_constructor() -> None:
+    ours = inspect.signature(FullyShardedDataParallel).parameters
+    theirs = inspect.signature(torch_fsdp.FullyShardedDataParallel).parameters
+    assert list(ours) == list(theirs)
+    assert set(ours) == arguments_used()
