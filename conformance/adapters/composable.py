@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance.adapter import (
     BuildConfig,
     OptimizerFactory,
+    Refusal,
     StateKind,
     Wrapped,
     toggled,
@@ -70,12 +71,20 @@ class ComposableAdapter(CheckpointDirectory):
         """Shard in place; the optimizer is made over the sharded parameters."""
         options, shard = dict(config.options), type(self).shard
         mesh = _mesh(config, options.pop("replicas", None))
+        self._check_part(options.get("reshard_after_forward"), mesh)
         for child in reversed(list(model.modules())):
             if isinstance(child, config.units):
                 shard(child, mesh=mesh, **options)
         shard(model, mesh=mesh, **options)
         optimizer = make_optimizer(model.parameters())
         return Wrapped(module=model, optimizer=optimizer)
+
+    @staticmethod
+    def _check_part(reshard: object, mesh: DeviceMesh) -> None:
+        """Parameters can be resharded over equal parts of the ranks that shard them."""
+        ranks = mesh.size(mesh.ndim - 1)
+        if isinstance(reshard, int) and not isinstance(reshard, bool) and ranks % reshard:
+            raise Refusal(f"{ranks} ranks cannot be cut into equal parts of {reshard}")
 
     def no_sync(self, w: Wrapped) -> AbstractContextManager[Any]:
         """This wrapper's form of it: reduction is switched off and on again."""
@@ -107,7 +116,7 @@ class ComposableAdapter(CheckpointDirectory):
 
     def _no_local(self, kind: StateKind) -> None:
         if kind == "local":
-            raise NotImplementedError(f"{self.name} has no local state")
+            raise NotImplementedError(f"{type(self).__name__} has no local state")
 
 
 def _mesh(config: BuildConfig, replicas: int | None) -> Any:

@@ -44,7 +44,7 @@ class CollectiveRecorder(TorchDispatchMode):
     """A context manager that records the collectives issued inside it.
 
     Recording changes no result: arguments and results pass through untouched. It costs host time on
-    every operator, and `torch.compile` runs eagerly under it.
+    every operator. What `torch.compile` captures is compiled all the same.
 
     Attributes:
         records: all collectives so far, in the order in which this rank issued them.
@@ -57,6 +57,11 @@ class CollectiveRecorder(TorchDispatchMode):
         # The default wraps `__torch_dispatch__` such that the first operator imports torch._dynamo:
         # 2.5 s in every fresh rank.
         return False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Changes no result: else the compiler would leave alone whatever runs under it."""
+        return True
 
     def __init__(self, ring: Ring | None = None, *, first_group: int = 0) -> None:
         """Make a recorder that is not active yet.

@@ -87,10 +87,14 @@ class ModuleTracker:
         return type(module).__name__ if name is None else name
 
     def _enter_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler traces this hook too, and must find nothing in it
         # The flag tells a recomputation inside backward from a forward that is merely unfinished.
         self._forward.append((module, in_backward()))
 
     def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         while self._forward:
             if self._forward.pop()[0] is module:
                 break

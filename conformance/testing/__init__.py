@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from conformance.machine import accelerator
 from conformance.models.fixtures.modes import DEVICEInitMode, FSDPInitMode
+from conformance.testing.compiled import compiled_fsdp_test
 from conformance.testing.decorators import skip_if_lt_x_gpu, with_comms
 from conformance.testing.dispatch import RanksFailed
 from conformance.testing.fsdp_test import FSDPTest, run_tests
@@ -63,6 +64,7 @@ __all__ = [
     "_zero_model",
     "assert_parity",
     "check_sharded_parity",
+    "compiled_fsdp_test",
     "get_full_params",
     "instantiate_parametrized_tests",
     "parametrize",

@@ -96,7 +96,7 @@ def assert_parity(
     if wrong:
         more = f"\nand {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise AssertionError(
-            f"{adapter.name or type(adapter).__name__} does not train {model.name} like the "
+            f"{type(adapter).__name__} does not train {model.name} like the "
             "unsharded model: " + "\n".join(wrong[:5]) + more
         )
 
