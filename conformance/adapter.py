@@ -165,14 +165,12 @@ class Adapter:
     """Base class of adapters; see the module docstring.
 
     Class attributes:
-        name: shown in every output.
         variants: named settings; their options reach `build` through ``config.options``.
         capabilities: what the wrapper claims (`CAPABILITIES`); claims are verified.
         conventions: legitimate choices, declared.
         replicas: how many ranks hold the same shard, in hybrid variants.
     """
 
-    name: ClassVar[str] = ""
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
     capabilities: frozenset[str] = frozenset({"gradients"})
     conventions: Conventions = Conventions()
@@ -189,7 +187,7 @@ class Adapter:
         Raises:
             Refusal: the wrapper cannot do this configuration; on all ranks or on none.
         """
-        raise NotImplementedError(f"adapter {self.name or type(self).__name__} has no build()")
+        raise NotImplementedError(f"{type(self).__name__} has no build()")
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -338,15 +336,15 @@ class Adapter:
 
     def save(self, w: Wrapped, directory: Path) -> None:
         """Save model and optimizer into `directory`, which all ranks share."""
-        raise NotImplementedError(f"adapter {self.name} claims no capability 'save'")
+        raise NotImplementedError(f"{type(self).__name__} claims no capability 'save'")
 
     def load(self, w: Wrapped, directory: Path) -> None:
         """Load what `save` wrote into a freshly built pair."""
-        raise NotImplementedError(f"adapter {self.name} claims no capability 'save'")
+        raise NotImplementedError(f"{type(self).__name__} claims no capability 'save'")
 
     def _plain(self, kind: StateKind, verb: str) -> None:
         if kind != "full":
-            raise NotImplementedError(f"{verb}: {self.name} has no {kind} state")
+            raise NotImplementedError(f"{verb}: {type(self).__name__} has no {kind} state")
 
 
 def clean_fqn(name: str) -> str:

@@ -57,8 +57,6 @@ class Observed(Wrapped):
 class Baseline(InMemory, DataParallelAdapter):
     """DDP as the truth. Every verb is *collective* over the default group."""
 
-    name = "baseline"
-
     def __init__(
         self,
         world: int,

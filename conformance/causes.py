@@ -83,7 +83,7 @@ MEANING: dict[Cause, str] = {
     Cause.COUNTED_TWICE: "parts counted more than once",
     Cause.NOT_CLIPPED: "the norm is right but the gradients were not clipped",
     Cause.NOT_LOADED: "still the value from before the load",
-    Cause.CONVENTION_BROKEN: "the declared convention is not kept",
+    Cause.CONVENTION_BROKEN: "the convention is not kept",
     Cause.REDUCED_IN_NO_SYNC: "gradients reduced inside no_sync",
     Cause.REDUCED_REPEATEDLY: "gradients reduced more than once per group",
     Cause.OTHER_COLLECTIVE: "ranks issued different collectives",

@@ -89,8 +89,6 @@ class VirtualRanks(InMemory):
     mathematics, other rounding, which is how the oracle's own noise is measured.
     """
 
-    name = "oracle"
-
     def __init__(
         self,
         world: int,

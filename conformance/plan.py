@@ -93,7 +93,7 @@ def select_checks(profiles: Collection[str] = (), patterns: Sequence[str] = ()) 
             raise unknown("profile", profile, PROFILES)
     for pattern in patterns:
         if not any(fnmatchcase(id, pattern) for id in CHECKS):
-            raise unknown("check", pattern, CHECKS)
+            raise unknown("check", pattern, CHECKS, listed="checks")
     return [
         check
         for check in CHECKS.values()
@@ -136,6 +136,16 @@ def plan(
             if judging or everywhere:
                 planned.append(Planned(case=case, checks=judging))
     return planned
+
+
+def every_case() -> dict[str, Depth]:
+    """Every case of an adapter that claims everything, with the least depth that takes it."""
+    claims, checks, every = frozenset(CAPABILITIES), list(CHECKS.values()), models.cases().values()
+    least: dict[str, Depth] = {}
+    for depth in Depth:
+        for planned in plan(claims, checks, list(every), depth=depth):
+            least.setdefault(str(planned.case), depth)
+    return least
 
 
 def judges(case: Case, model: models.ModelCase, checks: Sequence[Check]) -> tuple[Check, ...]:

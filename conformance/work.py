@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import zip_longest
 
 from conformance.adapter import Adapter
 from conformance.adapters import adapter_class, make_adapter
 from conformance.case import Case
 from conformance.checks import CHECKS, Check
 from conformance.control import CONTROL, control_cases
-from conformance.errors import UsageError, unknown
+from conformance.errors import NEAREST, UsageError, unknown
 from conformance.globs import matches
 from conformance.item import Item
 from conformance.models import cases
@@ -21,6 +23,7 @@ from conformance.plan import (
     Depth,
     Planned,
     about_claim,
+    every_case,
     judges,
     plan,
     plan_probes,
@@ -119,14 +122,39 @@ def work_of(selection: Selection, *, without: Collection[str] = ()) -> Work:
 def _matching(items: list[Item], patterns: Sequence[str]) -> list[Item]:
     """The items whose case matches one of the patterns; all without patterns."""
     cases = [str(item.planned.case) for item in items]
+    # what is only tried out beside the others makes no run
+    judged = {c for c, item in zip(cases, items, strict=True) if item.role is Role.JUDGED}
     for pattern in patterns:
-        if not any(matches(case, pattern) for case in cases):
-            raise unknown("case", pattern, set(cases))
+        if not any(matches(case, pattern) for case in judged):
+            raise _no_case(pattern, judged)
     return [
         item
         for item, case in zip(items, cases, strict=True)
         if not patterns or any(matches(case, pattern) for pattern in patterns)
     ]
+
+
+def _no_case(pattern: str, planned: Collection[str]) -> UsageError:
+    """The error for a pattern that matches none of the cases of this run."""
+    every = every_case()
+    left_out = [case for case in every if matches(case, pattern)]
+    if left_out:
+        text = (
+            f"no case {pattern!r} in this run: {left_out[0]} is left out by the adapter's claims,"
+            f" the chosen checks and models, or --depth (it takes {every[left_out[0]].value})"
+        )
+    else:
+        near = sorted(planned, key=lambda case: (-_likeness(case, pattern), case))[:NEAREST]
+        text = f"no case {pattern!r}; nearest: {', '.join(near)}"
+    return UsageError(
+        f"{text}; this run has {len(planned)}, and fsdp-conformance list cases shows all"
+    )
+
+
+def _likeness(case: str, pattern: str) -> float:
+    """How much the parts of a case look like those of a pattern."""
+    parts = zip_longest(case.split("/"), pattern.split("/"), fillvalue="")
+    return sum(SequenceMatcher(None, c, p).ratio() for c, p in parts)
 
 
 def variants_of(adapter: str, pattern: str | None) -> list[Subject]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+import traceback
 from collections.abc import Mapping
+from types import ModuleType
 
 from conformance.adapter import CAPABILITIES, Adapter
 from conformance.errors import UsageError, unknown
@@ -22,22 +26,82 @@ def adapter_class(name: str) -> type[Adapter]:
     """The adapter class called `name`.
 
     Raises:
-        UsageError: no such adapter, or what the name leads to is none.
+        UsageError: no such adapter, or what the name leads to is none that could build.
     """
     target = BUILT_IN.get(name, name)
     module_name, colon, class_name = target.partition(":")
     if not colon:
-        raise unknown("adapter", name, BUILT_IN)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(f"adapter {name!r}: cannot import {module_name}: {error}") from error
+        raise _unnamed_class(name)
+    module = _imported(name, module_name)
     found = getattr(module, class_name, None)
-    if found is None:
-        raise unknown(f"class in {module_name}", class_name, vars(module))
-    if not (isinstance(found, type) and issubclass(found, Adapter)):
-        raise UsageError(f"adapter {name!r}: {class_name} is not a subclass of Adapter")
+    if found is None or not (isinstance(found, type) and issubclass(found, Adapter)):
+        there = adapters_in(module)
+        if not there:
+            raise UsageError(
+                f"adapter {name!r}: {module_name} holds no subclass of conformance.Adapter that"
+                " defines build()"
+            )
+        if found is None:
+            raise UsageError(f"adapter {name!r}: {unknown('adapter class', class_name, there)}")
+        raise UsageError(
+            f"adapter {name!r}: {class_name} is not a subclass of conformance.Adapter;"
+            f" {module_name} has {', '.join(there)}"
+        )
+    if found.build is Adapter.build:
+        raise UsageError(
+            f"adapter {name!r}: {class_name} does not define build(self, model, make_optimizer,"
+            " config), which wraps the model and returns a conformance.Wrapped"
+        )
     return found
+
+
+def adapters_in(module: ModuleType) -> list[str]:
+    """Names of the classes of `module` that could be judged, sorted."""
+    return sorted(
+        name
+        for name, found in vars(module).items()
+        if isinstance(found, type)
+        and issubclass(found, Adapter)
+        and found.build is not Adapter.build
+    )
+
+
+def _imported(name: str, module: str) -> ModuleType:
+    """The module of the adapter called `name`; what it raises is its author's to read."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"adapter {name!r}: cannot import {module}: {error}") from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+        raise UsageError(
+            f"adapter {name!r}: importing {module} raised {type(error).__name__}: {error}{place}"
+        ) from error
+
+
+def _unnamed_class(name: str) -> UsageError:
+    """The error for a name without a class: a misspelt built-in one, or that of a module."""
+    package, _, last = name.rpartition(".")
+    found = [module for module in (name, package) if module and _is_module(module)]
+    for module in found:
+        there = adapters_in(_imported(name, module))
+        meant = [last] if last in there else there
+        if meant:
+            shown = " or ".join(f"{module}:{each}" for each in meant)
+            return UsageError(f"no adapter {name!r}; did you mean {shown}?")
+    none = f"; the module {name} holds none" if name in found else ""
+    return UsageError(
+        f"{unknown('adapter', name, BUILT_IN)} (your own: package.module:Class{none})"
+    )
+
+
+def _is_module(name: str) -> bool:
+    """Whether a module of this name can be found; of a package's parents, those are imported."""
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def make_adapter(name: str, variant: str = "default") -> tuple[Adapter, Mapping[str, object]]:
@@ -53,5 +117,5 @@ def make_adapter(name: str, variant: str = "default") -> tuple[Adapter, Mapping[
     adapter = cls()
     adapter.configure(options)
     for claim in sorted(adapter.capabilities - set(CAPABILITIES)):
-        raise unknown(f"capability (claimed by {name})", claim, CAPABILITIES)
+        raise unknown(f"capability (claimed by {name})", claim, CAPABILITIES, listed="capabilities")
     return adapter, options

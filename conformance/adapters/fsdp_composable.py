@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
@@ -17,7 +17,6 @@ from fsdp import checkpoint, fully_shard
 class FullyShardAdapter(ComposableAdapter):
     """The composable face of the reference, with its own functions for optimizer states."""
 
-    name: ClassVar[str] = "fsdp.fully_shard"
     shard = staticmethod(fully_shard)
 
     def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:

@@ -49,7 +49,6 @@ class ReplicatedAdapter(Adapter):
 class DataParallelAdapter(ReplicatedAdapter):
     """Replicates the model; every rank has the whole optimizer."""
 
-    name: ClassVar[str] = "torch.DistributedDataParallel"
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "gradient_as_bucket_view=True": {"gradient_as_bucket_view": True},

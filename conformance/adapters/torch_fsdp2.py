@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch.distributed.fsdp import fully_shard
 
 from conformance.adapters.composable import ComposableAdapter
@@ -12,5 +10,4 @@ from conformance.adapters.composable import ComposableAdapter
 class FullyShardAdapter(ComposableAdapter):
     """PyTorch's composable wrapper."""
 
-    name: ClassVar[str] = "torch.fully_shard"
     shard = staticmethod(fully_shard)

@@ -27,7 +27,6 @@ from conformance.adapters.torch_ddp import ReplicatedAdapter
 class ZeroRedundancyAdapter(ReplicatedAdapter):
     """Whole parameters are dealt out to ranks, each of which steps its own and broadcasts them."""
 
-    name: ClassVar[str] = "torch.ZeroRedundancyOptimizer"
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "parameters_as_bucket_view=True": {"parameters_as_bucket_view": True},

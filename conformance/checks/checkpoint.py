@@ -10,9 +10,11 @@ from torch import Tensor
 
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
-from conformance.checks.evidence import Evidence, Ledger, Moment, compare_trees, place
+from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
+from conformance.checks.names import key_text, one_sided
 from conformance.checks.optimizer import is_value
 from conformance.checks.registry import check
+from conformance.checks.training import parameter_suspects
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
@@ -42,12 +44,15 @@ def state_dict_keys(evidence: Evidence, ledger: Ledger) -> None:
             continue  # this rank was to get none: `state_dict.tensors` looks at that
         # a renamed key is both: it is told by what stands there, not by what does not
         for key in [*sorted(got), *sorted(seen.value.keys() - got.keys())]:
-            cause = Cause.UNEXPECTED_KEY if key in got else Cause.MISSING_KEY
+            if key in got and key in seen.value:
+                ledger.comparisons += 1
+                continue
+            cause, text = one_sided(key, got, seen.value, remedy="")
             ledger.hold(
-                key in got and key in seen.value,
+                False,
                 moment=seen.moment,
                 cause=cause,
-                sentence=f"model state of rank {rank}: {MEANING[cause]}: {key}",
+                sentence=f"{key} in the model state of rank {rank}: {text}",
                 rank=rank,
                 fqn=key,
             )
@@ -111,7 +116,8 @@ def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
                         False,
                         moment=seen.moment,
                         cause=Cause.MISSING_KEY,
-                        sentence=f"{key} did not reach the bare module of rank {rank}",
+                        sentence=f"{key} did not reach the bare module of rank {rank}:"
+                        f" {key_text(Cause.MISSING_KEY, key, held if key in got else got)}",
                         rank=rank,
                         fqn=key,
                     )
@@ -174,7 +180,11 @@ def _compare_loaded(
 ) -> None:
     for key in sorted({*got, *saved[0]}):
         if key not in got or key not in saved[0]:
-            _hold_key(ledger, seen.moment, key, rank, present=key in got)
+            cause, text = one_sided(key, got, saved[0])
+            sentence = f"{key} after the load, rank {rank}: {text}"
+            ledger.hold(
+                False, moment=seen.moment, cause=cause, sentence=sentence, rank=rank, fqn=key
+            )
             continue
         value = as_tensor(got[key])
         candidates = [as_tensor(tree[key]) for tree in saved]
@@ -189,18 +199,6 @@ def _compare_loaded(
             rank=rank,
             fqn=key,
         )
-
-
-def _hold_key(ledger: Ledger, moment: Moment, key: str, rank: int, *, present: bool) -> None:
-    cause = Cause.UNEXPECTED_KEY if present else Cause.MISSING_KEY
-    ledger.hold(
-        False,
-        moment=moment,
-        cause=cause,
-        sentence=f"{key} after the load, rank {rank}: {MEANING[cause]}",
-        rank=rank,
-        fqn=key,
-    )
 
 
 @check("resume.optimizer", profile="checkpoint", scenarios=CHECKPOINT)
@@ -236,7 +234,11 @@ def _compare_optimizer(
 ) -> None:
     for key in sorted({*got, *saved}):
         if key not in got or key not in saved:
-            _hold_key(ledger, seen.moment, f"optimizer state {key}", rank, present=key in got)
+            cause, text = one_sided(key, got, saved)
+            sentence = f"optimizer state {key} after the load, rank {rank}: {text}"
+            ledger.hold(
+                False, moment=seen.moment, cause=cause, sentence=sentence, rank=rank, fqn=key
+            )
             continue
         ledger.number(
             got[key],
@@ -279,4 +281,5 @@ def _compare_steps_after(evidence: Evidence, ledger: Ledger) -> None:
         "parameters",
         noun="parameter after the load",
         only=lambda where: where["step"] >= STEPS_BEFORE,
+        suspects=parameter_suspects(evidence),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
+from conformance.checks.names import key_text
 from conformance.explain import Suspect, explain
 from conformance.history import History, NotObserved, Observation, as_tensor
 from conformance.models import ModelCase
@@ -263,7 +264,10 @@ class _Pair:
         where = {**self.seen.where, "rank": self.rank, "fqn": key}
         cause = self._presence(key)
         if cause is not None:
-            sentence = f"{name}: {MEANING[cause]}"
+            there, due = self.got, self.seen.value
+            by_key = {Cause.MISSING_KEY: there, Cause.UNEXPECTED_KEY: due}
+            text = key_text(cause, key, by_key[cause]) if cause in by_key else MEANING[cause]
+            sentence = f"{name}: {text}"
             ledger.hold(False, moment=self.seen.moment, cause=cause, sentence=sentence, **where)
         elif self.got[key] is None:
             ledger.comparisons += 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import ANY_TRAINING
+from conformance.checks.names import key_text
 from conformance.checks.registry import TRAINING, Applies, check
 from conformance.checks.updates import stepped
 from conformance.explain import Suspect, is_scaled, ratio
@@ -73,11 +77,13 @@ def frozen_kept(evidence: Evidence, ledger: Ledger) -> None:
                     held, cause = False, Cause.MISSING_KEY
                 else:
                     held, cause = distance(value, start[name]) == 0.0, Cause.FROZEN_CHANGED
+                missing = cause is Cause.MISSING_KEY
+                text = key_text(cause, name, got) if missing else MEANING[cause]
                 ledger.hold(
                     held,
                     moment=seen.moment,
                     cause=cause,
-                    sentence=f"frozen {name} at {place(seen.where, rank)}: {MEANING[cause]}",
+                    sentence=f"frozen {name} at {place(seen.where, rank)}: {text}",
                     rank=rank,
                     fqn=name,
                     **seen.where,
@@ -93,7 +99,7 @@ def frozen_kept(evidence: Evidence, ledger: Ledger) -> None:
 )
 def unused_convention(evidence: Evidence, ledger: Ledger) -> None:
     """A parameter that no rank uses has the declared gradient, and moves as that one tells."""
-    declared = evidence.conventions.unused_grad
+    in_force = convention_in_force(evidence, "unused_grad")
     unused = sorted(_unused(evidence))
     for rank, seen, got in observed(evidence, "gradients"):
         for name in unused:
@@ -107,8 +113,8 @@ def unused_convention(evidence: Evidence, ledger: Ledger) -> None:
                 held,
                 moment=seen.moment,
                 cause=cause,
-                sentence=f"gradient of unused {name} at {place(seen.where, rank)} is {found},"
-                f" declared is {declared}: {MEANING[cause]}",
+                sentence=f"gradient of unused {name} at {place(seen.where, rank)} is {found}:"
+                f" {MEANING[cause]}; {in_force}",
                 rank=rank,
                 fqn=name,
                 **seen.where,
@@ -154,6 +160,21 @@ def _other_course(evidence: Evidence, rank: int, seen: Observation, key: str) ->
 def buffers_convention(evidence: Evidence, ledger: Ledger) -> None:
     """After every step each rank's buffers are what the declared convention makes of them."""
     compare_trees(evidence, ledger, "buffers", noun="buffer", suspects=_buffer_suspects(evidence))
+    in_force = convention_in_force(evidence, "buffers")
+    for index, found in enumerate(ledger.mismatches):
+        if found.error is not None:  # not where a name or a shape is wrong
+            ledger.mismatches[index] = replace(found, sentence=f"{found.sentence}; {in_force}")
+
+
+def convention_in_force(evidence: Evidence, name: str) -> str:
+    """The value of one of the `Conventions` that was judged by, and whether it is the default."""
+    value = getattr(evidence.conventions, name)
+    if value != getattr(Conventions(), name):
+        return f"declared is {name}={value!r}"
+    return (
+        f"judged by the default, {name}={value!r}, as the adapter's conventions declare nothing"
+        " else"
+    )
 
 
 def _buffer_suspects(evidence: Evidence) -> Suspects:

@@ -99,7 +99,9 @@ def run(  # noqa: PLR0913 - one parameter an option
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="checks, adapters, models, mutants, capabilities.")],
+    what: Annotated[
+        str, typer.Argument(help="checks, adapters, models, cases, mutants, capabilities.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,  # noqa: FBT002
 ) -> None:
     """Show what there is."""

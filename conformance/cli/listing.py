@@ -1,4 +1,4 @@
-"""The command ``list``: checks, adapters, models, mutants, capabilities."""
+"""The command ``list``: checks, adapters, models, cases, mutants, capabilities."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from conformance.checks import CHECKS
 from conformance.errors import unknown
 from conformance.models import cases
 from conformance.mutants import MUTANTS
+from conformance.plan import every_case
 from conformance.report.text import indented
 
 Row = dict[str, Any]
@@ -63,6 +64,11 @@ def _models() -> list[Row]:
     ]
 
 
+def _cases() -> list[Row]:
+    """Those of an adapter that claims everything."""
+    return [{"case": case, "depth": depth.value} for case, depth in every_case().items()]
+
+
 def _mutants() -> list[Row]:
     return [
         {
@@ -87,6 +93,7 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "checks": _checks,
     "adapters": _adapters,
     "models": _models,
+    "cases": _cases,
     "mutants": _mutants,
     "capabilities": _capabilities,
 }

@@ -67,14 +67,15 @@ def repro_command(
                 with_control=mutant is None,
             )
             reported = matrix.report(item)
-    for one in reported:
-        if one.finding.check == wanted:
-            sys.stdout.write(detail_text(one))
     others = [one for one in reported if one.finding.check != wanted]
     if others:
-        sys.stdout.write("\nthe other checks of this case, first divergence first:\n")
+        sys.stdout.write("the other checks of this case, first divergence first:\n")
         sys.stdout.writelines(f"  {finding_text(one)}\n" for one in others)
-    found = [one.finding.verdict for one in reported if one.finding.check == wanted]
+        sys.stdout.write("\nwhat was asked for:\n")
+    # last, where a reader of a terminal looks
+    asked = [one for one in reported if one.finding.check == wanted]
+    sys.stdout.writelines(detail_text(one) for one in asked)
+    found = [one.finding.verdict for one in asked]
     return EXIT_OK if item.role is Role.PROBE else exit_status(found)
 
 
@@ -102,7 +103,7 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
             raise unknown(kind, name, known)
     probe = probed_capabilities(check)
     if not probe and check not in CHECKS:
-        raise unknown("check", check, CHECKS)
+        raise unknown("check", check, CHECKS, listed="checks")
     planned = planned_again(text, probe, list(CHECKS.values()))
     if not probe and check not in (COMPLETED, *(c.id for c in planned.checks)):
         raise UsageError(f"check {check} says nothing about the case {case}")

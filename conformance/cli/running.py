@@ -132,7 +132,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
     """The folder of a run: a new one that is kept, or a temporary one.
 
     Raises:
-        UsageError: `out` holds a run already, or is no folder.
+        UsageError: `out` holds anything already, or is no folder.
     """
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
@@ -143,6 +143,12 @@ def _folder(out: Path | None) -> Iterator[Path]:
     if (out / LOG_NAME).exists() or (out / HISTORIES).exists():
         raise UsageError(f"--out {out}: holds a run already; name a new folder")
     try:
+        strangers = sorted(path.name for path in out.iterdir()) if out.exists() else []
+        if strangers:
+            raise UsageError(
+                f"--out {out}: holds what is not of a run, such as {strangers[0]};"
+                " name a new or an empty folder"
+            )
         (out / HISTORIES).mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from error

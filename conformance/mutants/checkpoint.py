@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from conformance.adapter import Adapter, StateKind, Wrapped
 from conformance.causes import Cause
@@ -179,3 +180,14 @@ class MomentsShiftedByLoad(Adapter):
         super().load_optim_state(w, kind, state)
         for _, value in states(w):
             value.copy_(value.roll(1, 0))
+
+
+@mutant(check="resume.optimizer", cause=Cause.STALE, case=DEFAULT)
+class OptimizerStepsOldTensors(Adapter):
+    """All values are loaded, but the optimizer goes on to step tensors that the model has left."""
+
+    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
+        """Leave copies with the optimizer, without the gradients that the model's own will get."""
+        super().load_optim_state(w, kind, state)
+        for group in w.optimizer.param_groups:
+            group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]

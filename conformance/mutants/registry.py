@@ -108,5 +108,5 @@ def mutant_named(name: str) -> Mutant:
     """
     found: Mapping[str, Mutant] = MUTANTS
     if name not in found:
-        raise unknown("mutant", name, found)
+        raise unknown("mutant", name, found, listed="mutants")
     return found[name]

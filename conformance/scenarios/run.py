@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, Wrapped
+from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, StepResult, Wrapped
 from conformance.case import Case
 from conformance.history import flatten
 from conformance.models import ModelCase
@@ -23,6 +23,8 @@ from conformance.optimizers import OPTIMIZERS
 
 PERTURBATION = 0.25
 """By how much a fresh model's weights differ from the model's, before a checkpoint is loaded."""
+
+Kind = TypeVar("Kind")
 
 BUILT = -1  # the "step" of what is observed before the first step
 
@@ -160,11 +162,23 @@ class Run:
             norm_type=clip.norm_type if clip else 2.0,
         )
         model = self.bare_model(perturbed=perturbed)
-        wrapped = self.adapter.build(model, optimizer or self.optimizer, config)
+        built = self.adapter.build(model, optimizer or self.optimizer, config)
+        wrapped = self._of_kind(Wrapped, "build", built, "module=..., optimizer=...")
         self.writer.write("remarks", list(wrapped.remarks))
         if self.recorder is not None:
             self.recorder.name_modules(self.adapter.bare(wrapped))
         return wrapped
+
+    def _of_kind(self, kind: type[Kind], verb: str, got: object, arguments: str) -> Kind:
+        """What an adapter's verb returned, if it is of the kind that is due."""
+        if not isinstance(got, kind):
+            found = "None" if got is None else f"an object of type {type(got).__name__}"
+            raise TypeError(
+                f"{type(self.adapter).__name__}.{verb}() returned {found}, expected a"
+                f" conformance.{kind.__name__}: end it with"
+                f" `return {kind.__name__}({arguments})`"
+            )
+        return got
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -177,13 +191,14 @@ class Run:
         seen = self.watch(w, step)
         w.observe = seen
         self.mark(f"step {step}/micro 0")
-        result = self.adapter.step(
+        done = self.adapter.step(
             w,
             self.micro_batches(step),
             self.model.loss,
             max_norm=clip.max_norm if clip else None,
             norm_type=clip.norm_type if clip else 2.0,
         )
+        result = self._of_kind(StepResult, "step", done, "losses=[...], grad_norm=...")
         self.mark(f"step {step}/after")
         for micro, loss in enumerate(result.losses):
             self.writer.write("loss", loss, step=step, micro=micro)

@@ -244,7 +244,25 @@ def test_a_state_that_looks_right_but_is_not_used_shows_in_the_steps_after() -> 
     told.instead("parameters", {"bias": parameters(2)["bias"]}, step=2)
     found = first_mismatch("resume.optimizer", told)
     assert found is not None
-    assert found.where["fqn"] == "bias"
+    assert (found.where["fqn"], found.cause) == ("bias", Cause.STALE)  # the step moved nothing
+
+
+def test_a_renamed_key_is_told_with_the_one_that_is_due() -> None:
+    told = story()
+    entry = layout()
+    told.wrong[0, "model_state_layout", "{}"] = {f"wrap.{k}": v for k, v in entry.items()}
+    found = first_mismatch("state_dict.keys", told)
+    assert found is not None
+    assert found.sentence == ("wrap.bias in the model state of rank 0: a key too many; bias is due")
+    told = story()
+    loaded = {f"wrap.{k}": v for k, v in optimizer(1).items()}
+    told.wrong[0, "loaded_optimizer_state", str({"step": 1})] = loaded
+    found = first_mismatch("resume.optimizer", told)
+    assert found is not None
+    assert found.sentence == (
+        "optimizer state body/exp_avg after the load, rank 0: a key is missing; wrap.body/exp_avg"
+        " is there: let the adapter's bare() return a module whose names are without 'wrap.'"
+    )
 
 
 def test_a_step_before_the_save_is_not_the_optimizers_resume() -> None:

@@ -159,3 +159,53 @@ def test_other_wrong_buffers_are_not_called_a_convention() -> None:
     story = training()
     story.instead("buffers", {"mean": torch.tensor([0.1, -0.5, 0.9])}, rank=1, step=1)
     assert cause("buffers.convention", story) is Cause.UNEXPLAINED
+
+
+def test_a_broken_convention_says_whether_anything_was_declared() -> None:
+    story = training()
+    story.instead("buffers", {"mean": torch.tensor([0.1, -0.5, 0.9])}, rank=1, step=1)
+    by_default = first_mismatch("buffers.convention", story)
+    story.conventions = Conventions(buffers="rank0")
+    declared = first_mismatch("buffers.convention", story)
+    assert by_default is not None
+    assert by_default.sentence.endswith(
+        "; judged by the default, buffers='local', as the adapter's conventions declare nothing"
+        " else"
+    )
+    assert declared is not None
+    assert declared.sentence.endswith("; declared is buffers='rank0'")
+
+
+def test_a_missing_buffer_is_not_told_as_a_convention() -> None:
+    story = training()
+    story.wrong[0, "buffers", str({"step": 0})] = {"module.mean": torch.zeros(3)}
+    first = first_mismatch("buffers.convention", story)
+    assert first is not None
+    assert first.sentence == (
+        "buffer mean at step 0, rank 0: a key is missing; module.mean is there: let the adapter's"
+        " bare() return a module whose names are without 'module.'"
+    )
+
+
+def test_an_unused_gradient_says_by_which_convention() -> None:
+    story = unused()
+    story.instead("gradients", {"spare": torch.zeros(2)}, step=0)
+    first = first_mismatch("unused.convention", story)
+    assert first is not None
+    assert first.sentence == (
+        "gradient of unused spare at step 0, rank 0 is zero: the convention is not kept; judged by"
+        " the default, unused_grad='none', as the adapter's conventions declare nothing else"
+    )
+
+
+def test_a_frozen_parameter_under_another_name_is_missing_and_told() -> None:
+    story = training()
+    other = {
+        "wrapped.kept" if k == "kept" else k: v
+        for k, v in story.value("parameters", step=0).items()
+    }
+    story.wrong[1, "parameters", str({"step": 0})] = other
+    first = first_mismatch("frozen.kept", story)
+    assert first is not None
+    assert first.cause is Cause.MISSING_KEY
+    assert "a key is missing; wrapped.kept is there: let the adapter's bare()" in first.sentence

@@ -155,8 +155,12 @@ def test_the_repro_line_of_a_failure_repeats_it(folder: Path, log: Log) -> None:
         timeout=240,
     )
     assert shown.returncode == 1, shown.stdout + shown.stderr
-    assert shown.stdout.startswith(f"FAIL  {failed.id}\n      {failed.sentence[:60]}")
-    assert f"cause: {failed.cause}" in shown.stdout
+    others, _, asked = shown.stdout.partition("\nwhat was asked for:\n")
+    assert others.startswith("the other checks of this case, first divergence first:\n")
+    assert failed.id not in others
+    assert asked.startswith(f"FAIL  {failed.id}\n      {failed.sentence[:60]}")
+    assert f"cause: {failed.cause}" in asked
+    assert "the other checks" not in asked
 
 
 def test_an_interrupt_leaves_a_partial_log_and_no_rank(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
 from conformance import machine
 from conformance.cli import main
+from conformance.cli.running import _folder
 from conformance.errors import UsageError
 from conformance.machine import default_jobs, device_for
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
@@ -33,12 +35,15 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--variant", "defalt"], "did you mean default"),
         ([*RUN, "--check", "gradients.valu"], "did you mean gradients.value"),
         ([*RUN, "--model", "mpl"], "did you mean mlp"),
-        ([*RUN, "--profile", "cor"], "did you mean core"),
-        ([*RUN, "--baseline", "dpd"], "no baseline 'dpd'; did you mean ddp"),
-        ([*RUN, "--depth", "ful"], "no depth 'ful'; did you mean full"),
+        ([*RUN, "--profile", "cor"], "did you mean core? known: checkpoint, communication, core"),
+        ([*RUN, "--profile", "xyz"], "no profile 'xyz'; known: checkpoint, communication, core"),
+        ([*RUN, "--check", "zzz"], " all 29: fsdp-conformance list checks"),
+        ([*RUN, "--baseline", "dpd"], "no baseline 'dpd'; did you mean ddp? known: ddp, oracle"),
+        ([*RUN, "--depth", "ful"], "no depth 'ful'; did you mean full? known: full, narrow, wide"),
+        ([*RUN, "--case", "*/trian/*"], "fsdp-conformance list cases shows all"),
         ([*RUN, "--world", "0"], "--world 0: a run needs at least 1 rank"),
         ([*RUN, "--world", "two"], "--world"),
-        ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu"),
+        ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu? known: auto, cpu"),
         ([*RUN, "--jobs", "0"], "--jobs 0: at least 1"),
         ([*RUN, "--timeout", "0"], "--timeout 0: more than 0 seconds"),
         ([*RUN, "--expect", "missing.txt"], "--expect missing.txt: No such file"),
@@ -75,6 +80,91 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+ADAPTERS = """
+import conformance
+
+
+class Mine(conformance.Adapter):
+    def build(self, model, make_optimizer, config):
+        raise AssertionError
+
+
+class Unfinished(conformance.Adapter):
+    pass
+
+
+def wrap(model):
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        (ADAPTERS, "{}", "no adapter '{}'; did you mean {}:Mine?"),
+        (ADAPTERS, "{}.Mine", "no adapter '{}.Mine'; did you mean {}:Mine?"),
+        (ADAPTERS, "{}.py", "no adapter '{}.py'; did you mean {}:Mine?"),
+        (ADAPTERS, "{}:Nope", "adapter '{}:Nope': no adapter class 'Nope'; known: Mine"),
+        (ADAPTERS, "{}:", "adapter '{}:': no adapter class ''; known: Mine"),
+        (
+            ADAPTERS,
+            "{}:wrap",
+            "adapter '{}:wrap': wrap is not a subclass of conformance.Adapter; {} has Mine",
+        ),
+        (
+            ADAPTERS,
+            "{}:Unfinished",
+            "adapter '{}:Unfinished': Unfinished does not define build(self, model,"
+            " make_optimizer, config), which wraps the model and returns a conformance.Wrapped",
+        ),
+        (
+            "from conformance import Adapter",
+            "{}:Nope",
+            "adapter '{}:Nope': {} holds no subclass of conformance.Adapter that defines build()",
+        ),
+        (
+            "from conformance import Adapter",
+            "{}",
+            "(your own: package.module:Class; the module {} holds none)",
+        ),
+        ("", "zzz{}", "torch.fully_shard (your own: package.module:Class)"),
+        ("1 / 0", "{}:Mine", "importing {} raised ZeroDivisionError: division by zero ("),
+        ("def f(:", "{}:Mine", "importing {} raised SyntaxError: invalid syntax ({}.py, line 1)"),
+        ("import nonsense_", "{}", "cannot import {}: No module named 'nonsense_'"),
+    ],
+)
+def test_a_name_that_leads_to_no_adapter_is_answered_with_those_that_are_there(
+    tmp_path: Path, monkeypatch, capsys, module: str, name: str, message: str
+) -> None:
+    own = f"adapters_{zlib.crc32(str(tmp_path).encode())}"  # imported once in a process
+    (tmp_path / f"{own}.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command(monkeypatch, "run", name.replace("{}", own), "--out", "result") == EXIT_USAGE
+    shown = capsys.readouterr().err
+    assert message.replace("{}", own) in shown
+    assert len(shown.splitlines()) == 1
+    assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.parametrize("name", [".hidden", "notes.txt"])
+def test_a_folder_that_holds_anything_else_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UsageError) as refused, _folder(tmp_path):
+        pass
+    assert str(refused.value) == (
+        f"--out {tmp_path}: holds what is not of a run, such as {name};"
+        " name a new or an empty folder"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+    with _folder(tmp_path) as folder:
+        assert folder == tmp_path.resolve()
+        assert [path.name for path in tmp_path.iterdir()] == ["histories"]
+
+
 @pytest.mark.parametrize("name", ["run.jsonl", "histories"])
 def test_a_folder_that_holds_a_run_is_refused(
     tmp_path: Path, monkeypatch, capsys, name: str
@@ -93,7 +183,9 @@ def test_a_file_is_no_folder(tmp_path: Path, monkeypatch, capsys) -> None:
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("what", ["checks", "adapters", "models", "mutants", "capabilities"])
+@pytest.mark.parametrize(
+    "what", ["checks", "adapters", "models", "cases", "mutants", "capabilities"]
+)
 def test_every_list_has_names_as_text_and_as_json(monkeypatch, capsys, what: str) -> None:
     assert command(monkeypatch, "list", what, "--json") == 0
     rows = json.loads(capsys.readouterr().out)

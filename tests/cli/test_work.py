@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 
 import pytest
 
@@ -13,7 +13,15 @@ from conformance.checks import CHECKS
 from conformance.errors import UsageError
 from conformance.models import cases
 from conformance.optimizers import OPTIMIZERS
-from conformance.plan import CHECKPOINTS, TRAININGS, Depth, plan, plan_probes, unclaimed
+from conformance.plan import (
+    CHECKPOINTS,
+    TRAININGS,
+    Depth,
+    every_case,
+    plan,
+    plan_probes,
+    unclaimed,
+)
 from conformance.report.lines import Role
 from conformance.work import Selection, work_of
 
@@ -157,7 +165,13 @@ def test_only_completion_can_be_asked_of_every_case() -> None:
         ({"checks": ("losses.valu",)}, "did you mean losses.value"),
         ({"models": ("mpl",)}, "did you mean mlp"),
         ({"profiles": ("cor",)}, "did you mean core"),
-        ({"cases": ("mlp/trian/*",)}, r"no case 'mlp/trian/\*'; did you mean mlp/"),
+        ({"cases": ("mlp/trian/*",)}, r"no case 'mlp/trian/\*'; nearest: mlp/train/"),
+        ({"cases": ("mlp/train/*", "x/y")}, "no case 'x/y'; nearest: "),
+        ({"cases": ("mlp/two_forwards",)}, "mlp/two_forwards is left out by the adapter's claims"),
+        (
+            {"cases": ("transformer/train/*sgd",), "depth": Depth.NARROW},
+            r"transformer/train/accumulation=1,optimizer=sgd is left out by .* \(it takes wide\)",
+        ),
         ({"checks": ("state_dict.*",), "models": ("none",)}, "no model 'none'"),
     ],
     ids=lambda value: str(value)[:40],
@@ -165,6 +179,27 @@ def test_only_completion_can_be_asked_of_every_case() -> None:
 def test_a_name_that_leads_to_nothing_is_wrong_usage(fields, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         work_of(Selection(**{"adapters": (DDP,), **fields}))
+
+
+def test_a_case_that_is_not_there_is_answered_with_five_that_are_and_where_all_are() -> None:
+    with pytest.raises(UsageError) as refused:
+        work_of(Selection(adapters=(DDP,), variant="default", cases=("mlp/trian/*",)))
+    items = work_of(Selection(adapters=(DDP,), variant="default")).items
+    judged = {str(i.planned.case) for i in items if i.role is Role.JUDGED}
+    text = str(refused.value)
+    assert f"; this run has {len(judged)}, and fsdp-conformance list cases shows all" in text
+    near = text.partition("nearest: ")[2].partition(";")[0].split(", ")
+    assert len(near) == 5
+    assert set(near) <= judged
+
+
+def test_every_case_stands_at_the_least_depth_that_takes_it() -> None:
+    listed = every_case()
+    assert list(listed) == list(dict.fromkeys(map(str, chain.from_iterable(map(planned, Depth)))))
+    for depth in Depth:
+        least = {case for case, at in listed.items() if at is depth}
+        narrower = {str(c) for d in list(Depth)[: list(Depth).index(depth)] for c in planned(d)}
+        assert least == {str(c) for c in planned(depth)} - narrower
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ from tests.engine.engine import Engine
 class EngineAdapter(Adapter):
     """Leaves backward, reduction, clipping and the step to the engine."""
 
-    name: ClassVar[str] = "tests.Engine"
     capabilities = frozenset(
         {
             "gradients",

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from conformance import verdicts
+from conformance.report.lines import Role
+from conformance.verdicts import Verdict
 from tests.package.tree import ROOT, project_files, shown
 
 DOCUMENTS = [path for path in project_files() if path.suffix == ".md"]
@@ -53,6 +56,24 @@ def test_the_continuous_check_runs_the_test_command_and_the_kill_diagonal() -> N
 def test_an_unknown_command_is_refused() -> None:
     with pytest.raises(subprocess.CalledProcessError):
         command("nonsense")
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_every_verdict_is_explained(verdict: Verdict) -> None:
+    assert re.search(rf"^\| {verdict} \| \w.*\|$", README, re.M)
+
+
+@pytest.mark.parametrize("name", [name for name in vars(verdicts) if name.startswith("EXIT_")])
+def test_every_exit_status_is_explained(name: str) -> None:
+    assert re.search(rf"^\| {getattr(verdicts, name)} \| \w.*\|$", README, re.M)
+
+
+@pytest.mark.parametrize("role", [Role.CONTROL, Role.PROBE])
+def test_what_is_judged_unasked_is_explained(role: Role) -> None:
+    assert re.search(rf"^\| {role} \| .*\w.*\|$", README, re.M)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=shown)

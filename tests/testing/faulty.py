@@ -67,7 +67,6 @@ for _name, _fault in FAULTS.items():
 class FaultyAdapter(DataParallelAdapter):
     """A variant for each fault, committed by the optimizer's second step; the default has none."""
 
-    name: ClassVar[str] = "faulty"
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         **{name: {"fault": name} for name in FAULTS},

@@ -15,8 +15,6 @@ from conformance.testing import FSDPTest, Parity, assert_parity
 class Summing(DataParallelAdapter):
     """Gradients are the sum over ranks."""
 
-    name = "summing"
-
     def optimizer_step(self, w: Wrapped) -> None:
         for parameter in w.module.parameters():
             if parameter.grad is not None:

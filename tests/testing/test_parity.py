@@ -25,6 +25,6 @@ def test_parity_holds(method: str) -> None:
 def test_a_wrong_gradient_scale_is_found_in_the_parameters() -> None:
     ran = run_one(Parities, "wrong_parameters")
     assert ran.verdict == "failure"
-    assert "summing does not train mlp like the unsharded model: parameter " in ran.text
+    assert "Summing does not train mlp like the unsharded model: parameter " in ran.text
     assert " after step 0: off by " in ran.text
     assert "gradient of" not in ran.text.split("after step 0")[0]
