@@ -25,7 +25,7 @@ PLAIN_MODEL = "mlp"
 STATE_KINDS = ("full", "sharded", "local")
 
 
-ORDERS = frozenset({"two_forwards", "eval_first"})
+ORDERS = frozenset({"two_forwards", "eval_first", "eval_in_step"})
 """Scenarios that are about the order of passes."""
 SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io"})
 """Traits of models for which that order is another code path."""

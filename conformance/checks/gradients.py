@@ -18,7 +18,7 @@ from conformance.explain import Suspect
 from conformance.history import History, Observation
 from conformance.models import ModelCase
 
-ANY_TRAINING = TRAINING | {"eval_first", "checkpoint"}
+ANY_TRAINING = TRAINING | {"eval_first", "eval_in_step", "checkpoint"}
 GRADIENTS = frozenset({"gradients"})
 
 

@@ -93,6 +93,34 @@ class ForwardWithStaleParameters(Adapter):
         super().optimizer_step(w)
 
 
+@mutant(check="losses.value", cause=Cause.STALE, case="mlp/eval_in_step")
+class ForwardWithParametersOfAnEvaluation(Adapter):
+    """What an evaluation has gathered serves the next forward too, although a step was made."""
+
+    _gathered: list[Tensor] | None = None
+    _current: list[Tensor] | None = None
+
+    def evaluate(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Keep what it computes with."""
+        self._gathered = [p.detach().clone() for p in w.module.parameters()]
+        return super().evaluate(w, batch, loss_fn)
+
+    def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Take what was kept; the next forward gathers again."""
+        if self._gathered is not None:
+            self._current = [p.detach().clone() for p in w.module.parameters()]
+            _assign(w, self._gathered)
+            self._gathered = None
+        return super().forward(w, batch, loss_fn)
+
+    def optimizer_step(self, w: Wrapped) -> None:
+        """Step from the current values."""
+        if self._current is not None:
+            _assign(w, self._current)
+            self._current = None
+        super().optimizer_step(w)
+
+
 @mutant(check="parameters.end", cause=Cause.STALE, case="mlp/train/optimizer=sgd")
 class LastStepLost(Adapter):
     """The sixth optimizer step does not reach the parameters."""

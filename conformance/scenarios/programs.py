@@ -69,6 +69,23 @@ def eval_first(run: Run) -> None:
             run.train_step(w, step)
 
 
+def eval_in_step(run: Run) -> None:
+    """Three steps; the first two have an evaluation between backward and the optimizer."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+
+    def evaluate() -> None:
+        # nothing more is observed: a side door might make the wrapper look at its shards again
+        run.mark("eval")
+        run.adapter.evaluate(w, run.batch(99, 0), run.model.loss)
+
+    for step in range(3):
+        run.before_optimizer = evaluate if step < 2 else None
+        with run.phase(f"step {step}"):
+            run.train_step(w, step)
+
+
 def two_forwards(run: Run) -> None:
     """Two forward passes, then two backward passes, then a step; twice."""
     with run.phase("build"):
@@ -112,6 +129,11 @@ SCENARIOS: Mapping[str, Scenario] = {
             needs=frozenset({"two_forwards", "gradients"}),
         ),
         Scenario(name="eval_first", program=eval_first, why="evaluation before any training"),
+        Scenario(
+            name="eval_in_step",
+            program=eval_in_step,
+            why="an evaluation whose parameters the optimizer makes stale",
+        ),
         Scenario(name="memory", program=memory, why="live bytes, in a pass of their own"),
     )
 }

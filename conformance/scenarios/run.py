@@ -84,6 +84,7 @@ class Run:
         scratch: a directory that all ranks share, for checkpoints.
         recorder: sees the collectives; ``None`` in the oracle.
         dtype: of parameters and floating inputs; float64 when the oracle measures its noise.
+        before_optimizer: called in every step between backward and clipping; None does nothing.
     """
 
     adapter: Adapter
@@ -97,6 +98,7 @@ class Run:
     scratch: Path
     recorder: Recorder | None = None
     dtype: torch.dtype = torch.float32
+    before_optimizer: Callable[[], None] | None = None
 
     # -- phases -----------------------------------------------------------------------------------
 
@@ -267,6 +269,8 @@ class Watch:
             self.run.mark(f"step {self.step}/micro {index + 1}")
         elif moment == "gradients":
             self.gradients = self._copy()
+            if self.run.before_optimizer is not None:
+                self.run.before_optimizer()
             self.run.mark(f"step {self.step}/clip")
         elif moment == "clipped":
             if self.run.claims("clip.gradients"):

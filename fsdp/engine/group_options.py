@@ -18,7 +18,8 @@ class Kept(Enum):
     """What users see of whole parameters that stay in memory between forward and backward.
 
     Unless they are SHOWN throughout, they are given up after a forward without gradients: no
-    backward follows that would, and the next optimizer step makes them stale.
+    backward follows that would, and the next optimizer step makes them stale. Those that are SHOWN
+    are given up too while gradients wait for that step.
     """
 
     SHOWN = auto()

@@ -264,8 +264,12 @@ class FSDPParamGroup:
             self._exposure.show_sharded(self.fsdp_params)
 
     def end_of_evaluation(self) -> None:
-        """Give up what a forward without gradients has left whole, unless it is to stay."""
-        if self.options.kept is not Kept.SHOWN:
+        """Give up what a forward without gradients has left whole, unless it is to stay.
+
+        It cannot stay where gradients are: no backward comes that would give it up before the step
+        that makes it stale.
+        """
+        if self.options.kept is not Kept.SHOWN or self._exposure.accumulates(self.fsdp_params):
             self.to_sharded()
 
     def _to_post_forward(self, info: DataParallelMeshInfo) -> None:

@@ -132,7 +132,13 @@ def _parity(context: RankContext, adapter: str, variant: str) -> None:
 RUNS_ON_CPU = [name for name, options in covering.covering().items() if not options["cpu_offload"]]
 
 
-@pytest.mark.parametrize("variant", RUNS_ON_CPU)
+FIRST = [
+    *RUNS_ON_CPU[:3],
+    *(pytest.param(name, marks=pytest.mark.long) for name in RUNS_ON_CPU[3:]),
+]
+
+
+@pytest.mark.parametrize("variant", FIRST)
 def test_a_row_trains_like_the_unsharded_oracle(variant: str) -> None:
     assert adapter_class(TORCH).variants == covering.pairs()
     job = Job.of(_parity, adapter=TORCH, variant=variant)

@@ -191,6 +191,7 @@ def test_activations_may_wait_on_the_host(place: str, face: str) -> None:
     ],
     ids=["keep", "offload", "post", "no_prefetch"],
 )
+@pytest.mark.long
 def test_it_does_so_with_every_option(
     place: str, face: str, kind: CheckpointImpl, options: dict[str, Any]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from conformance.ranks import RankContext
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -20,11 +20,12 @@ from tests.fsdp.plain import (
     build,
     compare,
     loss_of,
+    optimizer_of,
     train_plain,
     train_sharded,
     whole,
 )
-from tests.fsdp.ranks import on_ranks
+from tests.fsdp.ranks import agreed, on_ranks
 
 
 def shard_blocks(model: nn.Module, **options: Any) -> nn.Module:
@@ -562,3 +563,40 @@ def _only_accumulated(context: RankContext) -> None:
 
 def test_an_accumulated_gradient_is_reduced_without_a_new_one() -> None:
     on_ranks(_only_accumulated, 2)
+
+
+def _evaluated_before_the_step(context: RankContext, *, reshard: bool | int | None) -> None:
+    """What an evaluation leaves whole is not what the next forward needs, once a step was made."""
+    model, plain = build(), build()
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    optimizer = optimizer_of(model.parameters())
+    for step in range(3):
+        loss_of(model, batch(step, context.rank)).backward()
+        with torch.no_grad():
+            model(batch(7, context.rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    train_plain(plain, context.world_size, steps=3)
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 1])
+def test_an_evaluation_before_the_step_keeps_nothing_old(*, reshard: bool | int | None) -> None:
+    on_ranks(_evaluated_before_the_step, 2, fresh=reshard == 1, reshard=reshard)
+
+
+def _kept_after_an_evaluation(context: RankContext) -> list[bool]:
+    """Without gradients no step is due, and whole parameters stay for the next evaluation."""
+    model = fully_shard(build(), reshard_after_forward=False)
+    kept = []
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch(0, context.rank))
+        kept.append(isinstance(model.inp.weight, DTensor))
+    return kept
+
+
+def test_whole_parameters_stay_between_evaluations() -> None:
+    assert agreed(_kept_after_an_evaluation, 2) == [False, False]

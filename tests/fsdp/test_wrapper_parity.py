@@ -34,7 +34,8 @@ from conformance.testing.place import standing
 from fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from tests.fsdp.ranks import on_ranks
 
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+LONG = [pytest.param(world, marks=pytest.mark.long) for world in (3, 4)]
+WORLDS = pytest.mark.parametrize("world", [1, 2, *LONG])
 KINDS = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 STEPS = 2
 PREFIX = "_fsdp_wrapped_module."
