@@ -227,10 +227,13 @@ def test_the_accelerator_s_meter_waits_until_a_watchdog_has_let_go(
     given_out = [100]
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: given_out[-1])
+    monkeypatch.setattr("conformance.scenarios.live_bytes.time.monotonic", lambda: 0.0)
     meter = AcceleratorMeter(torch.device("cpu"))
     given_out += [164, 164 + 1024]
-    monkeypatch.setattr(
-        "conformance.scenarios.live_bytes.time.sleep", lambda seconds: given_out.pop()
-    )
-    assert meter.read(usual=2048) == 64 + 1024, "no more than usual: nothing to wait for"
+
+    def let_go(seconds: float) -> None:
+        assert given_out.pop() > 164, "no more than usual is left: nothing to wait for"
+
+    monkeypatch.setattr("conformance.scenarios.live_bytes.time.sleep", let_go)
+    assert meter.read(usual=2048) == 64 + 1024
     assert meter.read(usual=64) == 64
