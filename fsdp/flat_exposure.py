@@ -135,17 +135,8 @@ class FlatExposure(BaseExposure):
         self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
     ) -> None:
         """Set the flat gradient (S,), or add to the one that is there."""
-        flat, low = self.flat, self._low_dtype
         self._held = None
-        if low is not None:
-            total = shard if flat.grad is None else flat.grad.to(shard.dtype) + shard
-            set_gradient(flat, total.to(low))
-        elif flat.grad is None:
-            flat.grad = shard
-        else:
-            flat.grad += shard
-        for hook in post_accumulate_hooks(flat):
-            hook(flat)
+        self._add_gradient(self.flat, shard)
 
     def show_held(self, params: Sequence[FlatParam]) -> bool:
         """Show the whole gradients end to end as the gradient of the flat parameter.
@@ -196,10 +187,6 @@ class FlatExposure(BaseExposure):
             for module, name, _ in param.slots:
                 module.__dict__.pop(name, None)
                 module.register_parameter(name, parameter)
-
-    def full(self, param: FlatParam) -> torch.Tensor:
-        """Return what is registered as ``param`` while ``show_full`` holds."""
-        return cast("nn.Parameter", param.registered()).data
 
     def hide_full(self, params: Sequence[FlatParam]) -> None:
         """Undo ``show_full``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from fsdp.engine.layout import Extent, Layout, end_to_end
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import FSDPParam, ParamModuleInfo, uid_of
+from fsdp.engine.torch_private import post_accumulate_hooks
 
 FLAT_PARAM = "_flat_param"
 _TAKEN = "_fsdp_flattened"
@@ -228,6 +229,23 @@ class BaseExposure:
                 "create_graph=True"
             )
         return param.in_order(gradient)
+
+    def full(self, param: FlatParam) -> torch.Tensor:
+        """Return what is registered as ``param`` while whole parameters are."""
+        return cast("nn.Parameter", param.registered()).data
+
+    def _add_gradient(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Make ``gradient`` that of ``param``, or add it to the one there; run the users' hooks."""
+        earlier, low = param.grad, self._low_dtype
+        if low is not None:
+            total = gradient if earlier is None else earlier.to(gradient.dtype) + gradient
+            set_gradient(param, total.to(low))
+        elif earlier is None:
+            param.grad = gradient
+        else:
+            earlier += gradient
+        for hook in post_accumulate_hooks(param):
+            hook(param)
 
 
 def set_gradient(param: torch.Tensor, gradient: torch.Tensor) -> None:

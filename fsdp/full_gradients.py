@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.engine.param_group import FSDPParamGroup
-from fsdp.engine.torch_private import all_gather
+from fsdp.engine.torch_private import gather_now
 from fsdp.flat_parameter import FlatParam, set_gradient
 from fsdp.original_exposure import OriginalExposure, original_of
 
@@ -46,13 +46,9 @@ class WholeGradients:
             if own is not None:
                 piece = layout.piece(index, info.shard_rank)
                 shard.narrow(0, piece.offset, piece.numel).copy_(own)
-        full = shard
-        if info.shard_group is not None and info.shard_size > 1:
+        if info.shard_size > 1:
             dist.all_reduce(there, group=info.shard_group)
-            full = torch.empty(layout.total_numel, dtype=dtype, device=device)
-            work = all_gather(full, shard, info.shard_group, async_op=False)
-            if work is not None:
-                work.wait()
+        full = gather_now(shard, info.shard_group)
         starts = layout.unsharded_offsets
         return [
             param.restored(full.narrow(0, start, param.shape.numel())) if known else None

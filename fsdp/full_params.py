@@ -14,7 +14,7 @@ import torch
 from fsdp.engine.param import ShardedState
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import TrainingState
-from fsdp.engine.torch_private import all_gather
+from fsdp.engine.torch_private import gather_now
 from fsdp.engine.unit import FSDPState
 from fsdp.flat_exposure import FlatExposure
 from fsdp.flat_parameter import FlatParam
@@ -89,11 +89,9 @@ def whole_params(
     finally:
         group.enter(TrainingState.IDLE)
         state.enter(TrainingState.IDLE)
-        if before is not ShardedState.SHARDED:
+        if before is ShardedState.UNSHARDED:
             group.unshard()
             group.wait_for_unshard()
-            if before is ShardedState.KEPT:
-                group.hide()
 
 
 @contextmanager
@@ -130,14 +128,8 @@ def _gather(group: FSDPParamGroup) -> torch.Tensor:
     """Return the shards of all ranks, (W * S,), in their original dtype on the compute device."""
     info, shard = group.mesh_info, group.shard.data
     own = shard.to(group.options.device)
-    if info.shard_size == 1:
-        return own.clone() if own is shard else own
-    assert info.shard_group is not None
-    full = torch.empty(group.shard.layout.total_numel, dtype=own.dtype, device=own.device)
-    work = all_gather(full, own, info.shard_group, async_op=False)
-    if work is not None:
-        work.wait()
-    return full
+    full = gather_now(own, info.shard_group)
+    return full.clone() if full is shard else full
 
 
 def _write_back(group: FSDPParamGroup, full: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:

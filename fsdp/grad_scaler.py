@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from fsdp.engine.mesh import default_device
+
 __all__ = ["ShardedGradScaler"]
 
 
@@ -49,8 +51,7 @@ class ShardedGradScaler(GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if device is None:
-            accelerator = torch.accelerator.current_accelerator()
-            device = "cpu" if accelerator is None else accelerator.type
+            device = default_device().type
         super().__init__(
             device,
             init_scale=init_scale,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -128,21 +127,11 @@ class OriginalExposure(BaseExposure):
         self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
     ) -> None:
         """Set each gradient, or add to it; none where nothing is trained or nothing lies here."""
-        low = self._low_dtype
         for param, piece in zip(params, pieces, strict=True):
             original = original_of(param)
             if not original.requires_grad or not piece.numel():
                 continue
-            gradient, earlier = self._shown(param, piece), original.grad
-            if low is not None:
-                total = gradient if earlier is None else earlier.to(gradient.dtype) + gradient
-                set_gradient(original, total.to(low))
-            elif earlier is None:
-                original.grad = gradient
-            else:
-                earlier += gradient
-            for hook in post_accumulate_hooks(original):
-                hook(original)
+            self._add_gradient(original, self._shown(param, piece))
             for optimizer in _optimizers_of(original):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -207,19 +196,14 @@ class OriginalExposure(BaseExposure):
     def _flattened(self, param: FlatParam, tensor: torch.Tensor) -> torch.Tensor:
         return (param.in_order(tensor) if self._keeps_shape else tensor).reshape(-1)
 
-    def full(self, param: FlatParam) -> torch.Tensor:
-        """Return what is registered as ``param`` while ``show_full`` holds."""
-        return cast("nn.Parameter", param.registered()).data
-
     def hide_full(self, params: Sequence[FlatParam]) -> None:
         """Undo ``show_full``."""
         for param in params:
             original = original_of(param)
             original.data = self._shown(param, param.local)
-            original.grad, param.gradient = None, param.gradient
-            if param.gradient is not None:
-                set_gradient(original, param.gradient)
-                param.gradient = None
+            gradient, param.gradient, original.grad = param.gradient, None, None
+            if gradient is not None:
+                set_gradient(original, gradient)
             param.install(original)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import CPUOffloadPolicy, OffloadPolicy
 from fsdp.engine.group_options import GroupOptions, Kept
-from fsdp.engine.managed import move_to
+from fsdp.engine.managed import managed_states, move_to
 from fsdp.engine.param import find_owners
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import Prefetches, Wording
@@ -27,7 +27,7 @@ from fsdp.wrap import Policy, PolicyFn, choose_targets, one_of, post_order, repl
 from fsdp.wrapper_checks import Arguments
 from fsdp.wrapper_mesh import mesh_info
 from fsdp.wrapper_options import STRATEGIES, BackwardPrefetch
-from fsdp.wrapper_owned import owned_modules, owned_params
+from fsdp.wrapper_owned import owned_modules
 from fsdp.wrapper_setup import broadcast_states, check_units, keep_precise, materialize
 from fsdp.wrapper_unit import WrappedUnit, clean_name
 
@@ -93,10 +93,8 @@ def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: to
     given = unit._arguments
     owned = owned_modules(module, unit._ignored_modules)
     materialize(owned, device, given.param_init_fn)
-    originals = owned_params(owned, unit._ignored_params)
-    params = list(originals)
+    params, buffers = managed_states(owned, frozenset(unit._ignored_params))
     check_flattenable(params, use_orig_params=given.use_orig_params)
-    buffers = list({b: None for m in owned for b in m.buffers(recurse=False)})
     unit._buffers_owned = [(m, name) for m in owned for name in m._buffers]
     if given.device_id is not None:
         move_to([*params, *buffers], device)

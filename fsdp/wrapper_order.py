@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp.engine.torch_private import all_gather, graph_task
+from fsdp.engine.torch_private import gather_now, graph_task
 from fsdp.wrapper_unit import WrappedUnit, units_of
 
 
@@ -70,11 +70,7 @@ class ForwardOrder:
         state = self._root._state
         for group in state.mesh_info.groups:
             own = torch.tensor([self._units.index(unit)], dtype=torch.int64, device=state.device)
-            everyone = torch.empty(group.size(), dtype=torch.int64, device=state.device)
-            work = all_gather(everyone, own, group, async_op=False)
-            if work is not None:
-                work.wait()
-            indices = everyone.tolist()
+            indices = gather_now(own, group).tolist()
             other = next((r for r, index in enumerate(indices) if index != indices[0]), None)
             if other is not None:
                 first, second = (_names(self._units[indices[r]]) for r in (0, other))

@@ -133,6 +133,8 @@ SCENARIOS: Mapping[str, Scenario] = {
             name="eval_in_step",
             program=eval_in_step,
             why="an evaluation whose parameters the optimizer makes stale",
+            # who claims them says when they are there, which is when to evaluate
+            needs=frozenset({"gradients"}),
         ),
         Scenario(name="memory", program=memory, why="live bytes, in a pass of their own"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ class Division:
     after: float
 
 
+UNDIVIDED = Division(
+    before=1.0, scatter_op=dist.ReduceOp.SUM, all_reduce_op=dist.ReduceOp.SUM, after=1.0
+)
+
+
 def choose_division(
     info: DataParallelMeshInfo,
     dtype: torch.dtype,
@@ -38,9 +43,8 @@ def choose_division(
     ``premultiplies`` says whether the backend knows "multiply, then sum".
     """
     total = info.shard_size * info.replicate_size
-    sums = {"scatter_op": dist.ReduceOp.SUM, "all_reduce_op": dist.ReduceOp.SUM}
     if factor is None and total == 1:
-        return Division(before=1.0, after=1.0, **sums)
+        return UNDIVIDED
     wide = dtype in _WIDE_DTYPES
     if wide and not force_sum and total > 1:
         if factor is None:
@@ -62,7 +66,7 @@ def choose_division(
             )
     divisor = float(total) if factor is None else float(factor)
     before = 1.0 if wide else half_of(divisor)
-    return Division(before=before, after=divisor / before, **sums)
+    return replace(UNDIVIDED, before=before, after=divisor / before)
 
 
 def half_of(divisor: float) -> float:

@@ -269,6 +269,8 @@ class FSDPParamGroup:
         It cannot stay where gradients are: no backward comes that would give it up before the step
         that makes it stale.
         """
+        if self._sharded_state is ShardedState.SHARDED:
+            return  # most units, after every evaluation
         if self.options.kept is not Kept.SHOWN or self._exposure.accumulates(self.fsdp_params):
             self.to_sharded()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp.engine.collectives import ReducePlan
-from fsdp.engine.division import Division, choose_division
+from fsdp.engine.division import UNDIVIDED, Division, choose_division
 from fsdp.engine.group_options import GroupOptions, GroupSettings
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param import FSDPParam
@@ -132,7 +132,7 @@ class Reducer:
             self._plan(tuple(indices)),
             gradients,
             reduce_dtype,
-            self._division(reduce_dtype),
+            UNDIVIDED if own is not None else self._division(reduce_dtype),
             self._reduce_settings(),
             streams,
         )
@@ -192,12 +192,13 @@ class Reducer:
     def _reduce_settings(self) -> ReduceSettings:
         info, settings = self._info, self._settings
         group = settings.reduce_scatter_group or info.shard_group
+        own = settings.own_reduction
         on_device = self._options.device.type != "cpu"
         return ReduceSettings(
-            info=info,
+            replicate_group=info.replicate_group if own is None else None,
             scatter_group=group if info.shard_size > 1 else None,
             comm=settings.reduce_scatter_comm,
-            own=settings.own_reduction,
+            own=own,
             allocate=self._allocate,
             hook=settings.all_reduce_hook,
             hook_stream=settings.all_reduce_hook_stream,

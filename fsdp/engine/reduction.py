@@ -17,7 +17,6 @@ from fsdp.engine.collectives import ReducePlan
 from fsdp.engine.division import Division
 from fsdp.engine.exposure import AnyExposure
 from fsdp.engine.group_options import OwnReduction
-from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.streams import Done, Streams
 from fsdp.engine.torch_private import reduce_scatter
 
@@ -26,7 +25,7 @@ from fsdp.engine.torch_private import reduce_scatter
 class ReduceSettings:
     """What a group's owner has chosen for its reductions; shared by all of its reductions."""
 
-    info: DataParallelMeshInfo
+    replicate_group: dist.ProcessGroup | None
     scatter_group: dist.ProcessGroup | None
     comm: ReduceScatter | None
     own: OwnReduction | None
@@ -76,12 +75,9 @@ class Reduction:
         streams.wait_stream(streams.reduce, streams.current())
         late = streams.blocks_host
         with streams.on(streams.reduce):
-            if settings.own is not None:
-                self._output, work = self._reduce_as_told(settings.own), None
-            else:
-                if division.before != 1:
-                    self._packed.div_(division.before)
-                self._output, work = self._scatter(late=late)
+            if division.before != 1:
+                self._packed.div_(division.before)
+            self._output, work = self._scatter(late=late)
             self.scattered = Done(streams, work, None if late else streams.record(streams.reduce))
 
     def _reduce_as_told(self, own: OwnReduction) -> torch.Tensor:
@@ -101,6 +97,8 @@ class Reduction:
 
     def _scatter(self, *, late: bool) -> tuple[torch.Tensor, dist.Work | None]:
         settings, group = self._settings, self._settings.scatter_group
+        if settings.own is not None:
+            return self._reduce_as_told(settings.own), None
         if group is None:
             return self._packed, None
         output = self._allocate_shard()
@@ -142,7 +140,7 @@ class Reduction:
         with streams.on(stream):
             if earlier is not None:
                 output += earlier
-        group = settings.info.replicate_group if settings.own is None else None
+        group = settings.replicate_group
         if group is not None and not settings.all_reduce:
             self.partial = output
             self._close(stream)
@@ -157,7 +155,7 @@ class Reduction:
                 dist.all_reduce(output, op=self._division.all_reduce_op, group=group)
             if settings.hook is not None:
                 settings.hook(output)
-            if settings.own is None and self._division.after != 1:
+            if self._division.after != 1:
                 output.div_(self._division.after)
             self._hand_over(output)
         self._close(stream)

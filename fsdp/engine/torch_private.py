@@ -27,6 +27,7 @@ __all__ = [
     "chunk_cat",
     "concatenate_meshes",
     "dtensor_of",
+    "gather_now",
     "graph_task",
     "group_allocate",
     "has_replicate",
@@ -61,6 +62,20 @@ def all_gather(
     Both torch 2.11 and 2.13 have this method; the public function changed its name between them.
     """
     return cast("dist.Work | None", group._allgather_base(output, shard, _GATHER[async_op]))
+
+
+def gather_now(own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return every rank's ``own`` (n,) as (W * n,); ``own`` itself on a rank that is alone.
+
+    *Collective* over ``group``. *Blocks* the current stream (the host, without streams).
+    """
+    if group is None or group.size() == 1:
+        return own
+    everyone = torch.empty(group.size() * own.numel(), dtype=own.dtype, device=own.device)
+    work = all_gather(everyone, own, group, async_op=True)
+    assert work is not None, "an asynchronous collective has a handle"
+    work.wait()
+    return everyone
 
 
 def reduce_scatter(
