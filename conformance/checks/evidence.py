@@ -14,7 +14,7 @@ from torch import Tensor
 from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
-from conformance.checks.names import key_text
+from conformance.checks.names import one_sided
 from conformance.explain import Suspect, explain
 from conformance.history import History, NotObserved, Observation, as_tensor
 from conformance.models import ModelCase
@@ -262,11 +262,9 @@ class _Pair:
         """Compare the entries called `key`."""
         name = f"{noun} {key} at {place(self.seen.where, self.rank)}"
         where = {**self.seen.where, "rank": self.rank, "fqn": key}
-        cause = self._presence(key)
-        if cause is not None:
-            there, due = self.got, self.seen.value
-            by_key = {Cause.MISSING_KEY: there, Cause.UNEXPECTED_KEY: due}
-            text = key_text(cause, key, by_key[cause]) if cause in by_key else MEANING[cause]
+        wrong = self._presence(key)
+        if wrong is not None:
+            cause, text = wrong
             sentence = f"{name}: {text}"
             ledger.hold(False, moment=self.seen.moment, cause=cause, sentence=sentence, **where)
         elif self.got[key] is None:
@@ -282,15 +280,15 @@ class _Pair:
                 **where,
             )
 
-    def _presence(self, key: str) -> Cause | None:
-        """What is wrong about an entry being there or not; ``None`` if nothing is."""
-        if key not in self.got:
-            return Cause.MISSING_KEY
-        if key not in self.seen.value:
-            return Cause.UNEXPECTED_KEY
-        if (self.got[key] is None) == (self.seen.value[key] is None):
+    def _presence(self, key: str) -> tuple[Cause, str] | None:
+        """What is wrong about an entry being there or not, and in words; ``None`` if nothing is."""
+        due = self.seen.value
+        if key not in self.got or key not in due:
+            return one_sided(key, self.got, due)
+        if (self.got[key] is None) == (due[key] is None):
             return None
-        return Cause.MISSING_GRADIENT if self.got[key] is None else Cause.UNEXPECTED_GRADIENT
+        cause = Cause.MISSING_GRADIENT if self.got[key] is None else Cause.UNEXPECTED_GRADIENT
+        return cause, MEANING[cause]
 
 
 def blocked_by(evidence: Evidence, missing: NotObserved) -> tuple[bool, str]:

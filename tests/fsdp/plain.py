@@ -116,6 +116,17 @@ def train_sharded(  # noqa: PLR0913 - each test names the few that it needs
     return losses
 
 
+def train_evaluating(model: nn.Module, rank: int, steps: int = 3) -> None:
+    """Train with an evaluation between each backward and its step."""
+    optimizer = optimizer_of(model.parameters())
+    for step in range(steps):
+        loss_of(model, batch(step, rank)).backward()
+        with torch.no_grad():
+            model(batch(7, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

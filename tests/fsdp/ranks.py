@@ -66,6 +66,11 @@ def agreed(function: Callable[..., Any], world: int, **kwargs: Any) -> Any:
     return values[0]
 
 
+def count(context: RankContext, op: str) -> int:
+    """How many collectives of that kind this rank has issued so far in this job."""
+    return sum(record.op == op for record in context.recorder.records)
+
+
 def error_of(call: Callable[[], Any]) -> list[str]:
     """Type and text of what ``call`` raises; two empty strings if nothing."""
     try:

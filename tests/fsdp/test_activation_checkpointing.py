@@ -30,8 +30,17 @@ from fsdp import (
     fully_shard,
 )
 from fsdp.wrap import ModuleWrapPolicy
-from tests.fsdp.plain import Residual, Stack, batch, build, optimizer_of, train_plain, whole
-from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.plain import (
+    Residual,
+    Stack,
+    batch,
+    build,
+    loss_of,
+    train_plain,
+    train_sharded,
+    whole,
+)
+from tests.fsdp.ranks import agreed, count, on_ranks
 
 FACES = ("composable", "flat", "original")
 IMPLEMENTATIONS = [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT]
@@ -94,10 +103,6 @@ def bare(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).pow(2).mean()
-
-
 def gradients(model: nn.Module, rank: int) -> dict[str, list[float]]:
     """Of this rank's part, after one backward."""
     loss_of(model, batch(9, rank)).backward()
@@ -109,16 +114,8 @@ def gradients(model: nn.Module, rank: int) -> dict[str, list[float]]:
     return found
 
 
-def train(model: nn.Module, rank: int) -> list[float]:
-    optimizer = optimizer_of(model.parameters())
-    losses = []
-    for step in range(3):
-        loss = loss_of(model, batch(step, rank))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+def checkpointing(kind: CheckpointImpl) -> Wrap:
+    return functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
 
 
 def agrees(model: nn.Module, plain: nn.Module) -> None:
@@ -135,8 +132,7 @@ def _trains(
     context: RankContext,
     place: str,
     face: str,
-    again: Callable[..., nn.Module],
-    arguments: dict[str, Any],
+    again: Wrap,
     options: dict[str, Any],
 ) -> None:
     """Losses and parameters of the bare model; gradients those of the units alone.
@@ -144,13 +140,13 @@ def _trains(
     They are the same bits, except that what comes back from the host is laid out anew, with which
     a product may be added up in another order.
     """
-    model = arranged(place, face, functools.partial(again, **arguments), **options)
+    model = arranged(place, face, again, **options)
     alone = arranged(place, face, lambda module: module, **options)
     got, wanted_gradients = gradients(model, context.rank), gradients(alone, context.rank)
     tolerance = 1e-6 if again is offload_wrapper else 0.0
     torch.testing.assert_close(got, wanted_gradients, rtol=tolerance, atol=tolerance)
-    losses, plain = train(model, context.rank), build()
-    wanted = train_plain(plain, context.world_size, loss=loss_of)
+    losses, plain = train_sharded(model, context.rank), build()
+    wanted = train_plain(plain, context.world_size)
     agrees(model, plain)
     if context.rank == 0:
         torch.testing.assert_close(losses, wanted, rtol=2e-6, atol=2e-6)
@@ -160,22 +156,13 @@ def _trains(
 @IMPLEMENTATION
 @pytest.mark.parametrize("place", PLACES)
 def test_it_trains_like_the_bare_model(place: str, face: str, kind: CheckpointImpl) -> None:
-    arguments = {"checkpoint_impl": kind}
-    on_ranks(
-        _trains,
-        2,
-        place=place,
-        face=face,
-        again=checkpoint_wrapper,
-        arguments=arguments,
-        options={},
-    )
+    on_ranks(_trains, 2, place=place, face=face, again=checkpointing(kind), options={})
 
 
 @FACE
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_activations_may_wait_on_the_host(place: str, face: str) -> None:
-    on_ranks(_trains, 2, place=place, face=face, again=offload_wrapper, arguments={}, options={})
+    on_ranks(_trains, 2, place=place, face=face, again=offload_wrapper, options={})
 
 
 @ORIGINAL
@@ -195,23 +182,14 @@ def test_activations_may_wait_on_the_host(place: str, face: str) -> None:
 def test_it_does_so_with_every_option(
     place: str, face: str, kind: CheckpointImpl, options: dict[str, Any]
 ) -> None:
-    arguments = {"checkpoint_impl": kind}
-    on_ranks(
-        _trains,
-        2,
-        place=place,
-        face=face,
-        again=checkpoint_wrapper,
-        arguments=arguments,
-        options=options,
-    )
+    on_ranks(_trains, 2, place=place, face=face, again=checkpointing(kind), options=options)
 
 
 # Names
 
 
 def _names(context: RankContext, place: str, face: str, kind: CheckpointImpl) -> None:
-    again = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+    again = checkpointing(kind)
     model, plain = arranged(place, face, again), build()
     wanted = list(plain.state_dict())
     state = model.state_dict()
@@ -269,7 +247,7 @@ def test_wrappers_look_through_each_other(face: str) -> None:
 
 def _applied(context: RankContext, face: str, kind: CheckpointImpl, how: str) -> None:
     model = unit_of(face, auto_wrap_policy=ModuleWrapPolicy({Residual}))(build())
-    again = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+    again = checkpointing(kind)
     inner = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)][1:]
     if how == "modules":
         chosen: dict[str, Any] = {"check_fn": lambda module: isinstance(module, Residual)}
@@ -281,8 +259,8 @@ def _applied(context: RankContext, face: str, kind: CheckpointImpl, how: str) ->
     assert sum(isinstance(m, CheckpointWrapper) for m in model.modules()) == 2
     plain = build()
     assert list(model.state_dict()) == list(plain.state_dict())
-    train(model, context.rank)
-    train_plain(plain, context.world_size, loss=loss_of)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
     agrees(model, plain)
 
 
@@ -305,21 +283,17 @@ def _gathers(context: RankContext, place: str, kind: CheckpointImpl | None) -> l
     model = arranged(place, "flat", again)
     counts = []
     for step in range(2):
-        before = _count(context, "all_gather")
+        before = count(context, "all_gather")
         loss = loss_of(model, batch(step, context.rank))
-        middle = _count(context, "all_gather")
-        reduced = _count(context, "reduce_scatter")
+        middle = count(context, "all_gather")
+        reduced = count(context, "reduce_scatter")
         loss.backward()
         counts = [
             middle - before,
-            _count(context, "all_gather") - middle,
-            _count(context, "reduce_scatter") - reduced,
+            count(context, "all_gather") - middle,
+            count(context, "reduce_scatter") - reduced,
         ]
     return counts
-
-
-def _count(context: RankContext, op: str) -> int:
-    return sum(record.op == op for record in context.recorder.records)
 
 
 @pytest.mark.parametrize(
@@ -361,11 +335,11 @@ class UsesNamed(nn.Module):
 
 def _containers(context: RankContext, face: str, place: str, kind: CheckpointImpl) -> None:
     model, plain = build(UsesNamed), build(UsesNamed)
-    again = functools.partial(checkpoint_wrapper, checkpoint_impl=kind)
+    again = checkpointing(kind)
     model.named = PLACES[place](model.named, unit_of(face), again)
     model = unit_of(face)(model)
-    train(model, context.rank)
-    train_plain(plain, context.world_size, loss=loss_of)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
     agrees(model, plain)
 
 
@@ -399,8 +373,8 @@ def _by_hand(context: RankContext, face: str, kind: type[Checkpointing], *, unit
         for index, block in enumerate(model.blocks):
             model.blocks[index] = unit(block)
     model = unit(model)
-    train(model, context.rank)
-    train_plain(plain, context.world_size, loss=loss_of)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
     agrees(model, plain)
 
 

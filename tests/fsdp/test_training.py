@@ -20,7 +20,7 @@ from tests.fsdp.plain import (
     build,
     compare,
     loss_of,
-    optimizer_of,
+    train_evaluating,
     train_plain,
     train_sharded,
     whole,
@@ -567,18 +567,9 @@ def test_an_accumulated_gradient_is_reduced_without_a_new_one() -> None:
 
 def _evaluated_before_the_step(context: RankContext, *, reshard: bool | int | None) -> None:
     """What an evaluation leaves whole is not what the next forward needs, once a step was made."""
-    model, plain = build(), build()
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
-    optimizer = optimizer_of(model.parameters())
-    for step in range(3):
-        loss_of(model, batch(step, context.rank)).backward()
-        with torch.no_grad():
-            model(batch(7, context.rank))
-        optimizer.step()
-        optimizer.zero_grad()
-    train_plain(plain, context.world_size, steps=3)
+    model, plain = shard_blocks(build(), reshard_after_forward=reshard), build()
+    train_evaluating(model, context.rank)
+    train_plain(plain, context.world_size)
     compare(model, plain)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from conformance.ranks import RankContext
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from fsdp.wrapper_options import MixedPrecision, ShardingStrategy
-from tests.fsdp.plain import batch, build, loss_of, optimizer_of, train_plain
+from tests.fsdp.plain import batch, build, loss_of, optimizer_of, train_evaluating, train_plain
 from tests.fsdp.ranks import agreed, error_of, on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
 
@@ -119,13 +119,7 @@ def test_an_average_of_the_model_is_never_stale(strategy: str) -> None:
 def _same_steps_after_evaluation(context: RankContext, *, original: bool) -> None:
     """An evaluation between backward and step leaves nothing that the step makes stale."""
     model = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    optimizer = optimizer_of(model.parameters())
-    for step in range(3):
-        loss_of(model, batch(step, context.rank)).backward()
-        with torch.no_grad():
-            model(batch(7, context.rank))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_evaluating(model, context.rank)
     plain = build()
     train_plain(plain, context.world_size)
     agrees(model, plain)

@@ -14,7 +14,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from fsdp.wrapper_options import MixedPrecision, ShardingStrategy
 from tests.fsdp.plain import Residual, batch, build, loss_of, optimizer_of, train_plain
-from tests.fsdp.ranks import agreed, error_of, on_ranks
+from tests.fsdp.ranks import agreed, count, error_of, on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL, agrees, wrapped
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -125,36 +125,14 @@ def _by_hand(context: RankContext, *, async_op: bool, original: bool) -> None:
             handles[0].wait()
         shapes = [tuple(p.shape) for p in (model.module.inp.weight,)]
         assert shapes == [(10, 10)]
-        counted = _gathers(model)
-        loss_of(model, batch(step, context.rank)).backward()
-        assert counted[0] == 0
+        before = count(context, "all_gather")
+        loss = loss_of(model, batch(step, context.rank))
+        assert count(context, "all_gather") == before
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     train_plain(plain, context.world_size)
     agrees(model, plain)
-
-
-def _gathers(model: FSDP) -> list[int]:
-    """Count the gathers that the next forward starts."""
-    counted = [0]
-    hooks = []
-
-    def stop(*_: Any) -> None:
-        for group, original in hooks:
-            group._whole.gather = original
-
-    for unit in FSDP.fsdp_modules(model):
-        for group in unit._state.groups:
-            original = group._whole.gather
-
-            def counting(*args: Any, original: Any = original, **kwargs: Any) -> Any:
-                counted[0] += 1
-                return original(*args, **kwargs)
-
-            hooks.append((group, original))
-            group._whole.gather = counting
-    handle = model.register_forward_hook(lambda *_: (stop(), handle.remove())[0])
-    return counted
 
 
 @ORIGINAL

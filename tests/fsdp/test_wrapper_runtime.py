@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,38 +15,19 @@ from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from fsdp.wrapper_options import ShardingStrategy
 from tests.fsdp.plain import Residual, Stack, batch, build, loss_of, train_plain
-from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.ranks import agreed, count, on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
 
 UNITS = 3  # the root, which has parameters of its own, and two blocks
 
 
-class Counter:
-    """Counts the gathers and the reductions of the engine while it is entered."""
+def since(context: RankContext, before: list[int]) -> list[int]:
+    return [now - then for now, then in zip(counts(context), before, strict=True)]
 
-    def __init__(self) -> None:
-        self.gathers = self.reductions = 0
-        self._patch = pytest.MonkeyPatch()
 
-    def __enter__(self) -> Counter:
-        collectives = importlib.import_module("fsdp.engine.collectives")
-        reduction = importlib.import_module("fsdp.engine.reduction")
-        gather, reduce = collectives.all_gather, reduction.reduce_scatter
-
-        def counted_gather(*args: Any, **kwargs: Any) -> Any:
-            self.gathers += 1
-            return gather(*args, **kwargs)
-
-        def counted_reduce(*args: Any, **kwargs: Any) -> Any:
-            self.reductions += 1
-            return reduce(*args, **kwargs)
-
-        self._patch.setattr(collectives, "all_gather", counted_gather)
-        self._patch.setattr(reduction, "reduce_scatter", counted_reduce)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._patch.undo()
+def counts(context: RankContext) -> list[int]:
+    """Gathers, scattered reductions and all-reduces of this rank so far."""
+    return [count(context, op) for op in ("all_gather", "reduce_scatter", "all_reduce")]
 
 
 def _counts(context: RankContext, strategy: str, *, original: bool, root: bool) -> list[list[int]]:
@@ -64,16 +44,14 @@ def _counts(context: RankContext, strategy: str, *, original: bool, root: bool) 
     train(model, context.rank)
     found = []
     for sync in (True, False, False, True):
-        with Counter() as forward:
-            loss = loss_of(model, batch(0, context.rank))
-        with Counter() as backward:
-            if sync:
-                loss.backward()
-            else:
-                with model.no_sync():
-                    loss.backward()
-        assert forward.reductions == 0
-        found.append([forward.gathers, backward.gathers, backward.reductions])
+        start = counts(context)
+        loss = loss_of(model, batch(0, context.rank))
+        gathers, *reductions = since(context, start)
+        assert reductions == [0, 0]
+        middle = counts(context)
+        with nullcontext() if sync else model.no_sync():
+            loss.backward()
+        found.append([gathers, *since(context, middle)[:2]])
     return found
 
 
@@ -121,15 +99,11 @@ def _hybrid(context: RankContext, strategy: str, *, original: bool) -> list[list
     other = wrapped(**options)
     other.load_state_dict(state)
     agrees(other, plain)
-    reduced: list[int] = []
-    reduce = dist.all_reduce
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda *a, **k: (reduced.append(1), reduce(*a, **k))[1])
-        with Counter() as forward:
-            loss = loss_of(model, batch(0, context.rank))
-        with Counter() as backward:
-            loss.backward()
-    return [forward.gathers, backward.gathers, backward.reductions, len(reduced)]
+    start = counts(context)
+    loss = loss_of(model, batch(0, context.rank))
+    middle = counts(context)
+    loss.backward()
+    return [middle[0] - start[0], *since(context, middle)]
 
 
 @ORIGINAL

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 import fsdp
 from conformance.ranks import RankContext
-from tests.fsdp.plain import DIM, Stack, batch, build, loss_of, optimizer_of, whole
+from tests.fsdp.plain import DIM, Stack, batch, build, loss_of, optimizer_of, train_sharded, whole
 from tests.fsdp.ranks import agreed
 
 PACKAGES: dict[str, Any] = {"ours": fsdp, "torch": torch_fsdp}
@@ -87,15 +87,7 @@ def _dim1(package: Any, rank: int) -> tuple[list[float], nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(DIM, 12), nn.Tanh(), nn.Linear(12, 4))
     package.fully_shard(model, **_options(package, "dim1"))
-    optimizer = optimizer_of(model.parameters())
-    losses = []
-    for step in range(3):
-        loss = loss_of(model, batch(step, rank))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, model
+    return train_sharded(model, rank), model
 
 
 VARIANTS = ["default", "keep", "reshard", "bf16", "bf16_reduce", "fp16_reduce", "offload", "dim1"]

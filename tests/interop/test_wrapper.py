@@ -23,6 +23,9 @@ from fsdp import wrapper as our_wrapper
 from fsdp import wrapper_options as our_options
 from tests.fsdp.plain import Residual, batch, build, loss_of, optimizer_of
 from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.test_wrapper_edits import Strided
+from tests.fsdp.test_wrapper_eval import Watcher
+from tests.fsdp.test_wrapper_order import Ways, in_detail
 
 CPU = torch.device("cpu")
 
@@ -337,20 +340,6 @@ def _reduced_as_torch_does(package: Any, rank: int, *, original: bool) -> list[A
     return found
 
 
-class Strided(nn.Module):
-    """Convolutions in channels-last, a transposed matrix and an ordinary one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-        self.outer = nn.Conv2d(3, 4, 1, bias=False)
-        self.turned = nn.Parameter(torch.randn(4, 5).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.outer(self.inner(x[:, None, None, :].expand(-1, 2, 3, -1)))
-        return x.mean((2, 3)) @ self.turned.t()
-
-
 def _strided(package: Any, rank: int, *, original: bool) -> list[Any]:
     found: list[Any] = []
     # Torch gives original parameters of other strides permuted gradients if nothing is sharded.
@@ -382,20 +371,6 @@ def _metadata(package: Any, rank: int, *, original: bool) -> list[Any]:
             fields = unit._handle.shard_metadata()
             found += [[list(v) if isinstance(v, tuple) else v for v in f] for f in fields]
     return found
-
-
-class Watcher(nn.Module):
-    """Notes the dtypes that it computes with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(10, 10)
-        self.register_buffer("scale", torch.ones(1))
-        self.seen: list[str] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = [str(t.dtype) for t in (x, self.inner.weight, self.scale)]
-        return self.inner(x) * self.scale
 
 
 def _precise_in_eval(package: Any, rank: int, *, original: bool) -> list[Any]:
@@ -446,26 +421,10 @@ def _gathered_by_hand(package: Any, rank: int, *, original: bool) -> list[Any]:
     return [*found, _shown(model)]
 
 
-class Ways(nn.Module):
-    """Two layers, in an order that the program chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
-        self.order = [0, 1]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.layers[index](x)
-        return x
-
-
 def _compared_order(package: Any, rank: int, *, original: bool) -> list[Any]:
     """How the message begins: its names are those of the flat parameters there, of ours here."""
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
     found: list[Any] = []
-    try:
+    with in_detail():
         for differs in (True, False):
             model = package.FSDP(
                 build(Ways),
@@ -486,8 +445,6 @@ def _compared_order(package: Any, rank: int, *, original: bool) -> list[Any]:
                     model(batch(0, rank)).sum().backward()
                 texts = [str(w.message)[:64] for w in caught]
                 found.append(sorted({text for text in texts if "order" in text}))
-    finally:
-        dist.set_debug_level(before)
     return found
 
 
