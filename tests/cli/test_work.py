@@ -26,6 +26,7 @@ from conformance.report.lines import Role
 from conformance.work import Selection, work_of
 
 ALL = frozenset(CAPABILITIES)
+NONE: frozenset[str] = frozenset()
 DDP = "torch.DistributedDataParallel"
 
 
@@ -67,6 +68,12 @@ def test_wide_models_are_there_for_live_bytes_and_for_nothing_else() -> None:
     for depth in Depth:
         memory = {c.model for c in planned(depth) if c.scenario == "memory"}
         assert memory == {c.model for c in planned(depth)} - set(SMALL) != set()
+
+
+def test_only_who_says_when_gradients_are_there_is_evaluated_then() -> None:
+    scenarios = {claims: {c.scenario for c in planned(claims=claims)} for claims in (ALL, NONE)}
+    assert "eval_in_step" in scenarios[ALL]
+    assert "eval_in_step" not in scenarios[NONE]
 
 
 def test_every_check_judges_some_case_of_a_wrapper_that_claims_everything() -> None:
