@@ -121,6 +121,26 @@ class ForwardWithParametersOfAnEvaluation(Adapter):
         super().optimizer_step(w)
 
 
+@mutant(check="losses.value", cause=Cause.STALE, case="mlp/eval_in_step")
+class ForwardWithParametersOfAnUnfinishedOne(ForwardWithParametersOfAnEvaluation):
+    """What a forward has gathered serves the next one, unless its backward came in between."""
+
+    def evaluate(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Keep nothing."""
+        return Adapter.evaluate(self, w, batch, loss_fn)
+
+    def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Keep what it computes with."""
+        loss = super().forward(w, batch, loss_fn)
+        self._gathered = [p.detach().clone() for p in w.module.parameters()]
+        return loss
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Give it up."""
+        self._gathered = None
+        super().backward(w, loss)
+
+
 @mutant(check="parameters.end", cause=Cause.STALE, case="mlp/train/optimizer=sgd")
 class LastStepLost(Adapter):
     """The sixth optimizer step does not reach the parameters."""

@@ -70,18 +70,25 @@ def eval_first(run: Run) -> None:
 
 
 def eval_in_step(run: Run) -> None:
-    """Three steps; the first two have an evaluation between backward and the optimizer."""
+    """Three steps; in the first two the model is asked once more before the optimizer steps.
+
+    Without gradients, then with: a forward whose backward never comes, as for a metric.
+    """
     with run.phase("build"):
         w = run.build()
         run.observe_built(w)
 
+    # nothing more is observed: a side door might make the wrapper look at its shards again
     def evaluate() -> None:
-        # nothing more is observed: a side door might make the wrapper look at its shards again
         run.mark("eval")
         run.adapter.evaluate(w, run.batch(99, 0), run.model.loss)
 
-    for step in range(3):
-        run.before_optimizer = evaluate if step < 2 else None
+    def measure() -> None:
+        run.mark("metric")
+        run.adapter.forward(w, run.batch(99, 1), run.model.loss)
+
+    for step, asked in enumerate((evaluate, measure, None)):
+        run.before_optimizer = asked
         with run.phase(f"step {step}"):
             run.train_step(w, step)
 
@@ -132,7 +139,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             name="eval_in_step",
             program=eval_in_step,
-            why="an evaluation whose parameters the optimizer makes stale",
+            why="forwards whose parameters the optimizer makes stale",
             # who claims them says when they are there, which is when to evaluate
             needs=frozenset({"gradients"}),
         ),

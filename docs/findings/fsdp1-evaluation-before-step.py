@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel: an evaluation between backward and step keeps old weights.
+"""FullyShardedDataParallel: a forward between backward and step keeps old weights.
 
 Stand-alone: needs torch only. Prints expected and actual losses; exit status 1 if the deviation
 shows.
@@ -18,16 +18,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 WORLD = 2
 STEPS = 3
+BETWEEN = ("nothing", "an evaluation", "a forward with gradients")
 
 
-def losses(model, *, evaluate):
+def losses(model, *, between):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     inputs, found = torch.ones(2, 4), []
     for _ in range(STEPS):
         loss = model(inputs).square().sum()
         loss.backward()
-        if evaluate:
-            with torch.no_grad():
+        if between != "nothing":
+            with torch.set_grad_enabled(between == "a forward with gradients"):
                 model(inputs)
         optimizer.step()
         optimizer.zero_grad()
@@ -41,21 +42,20 @@ def main(rank, store, use_orig_params):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     torch.manual_seed(0)
     bare = nn.Linear(4, 4)
-    expected = losses(copy.deepcopy(bare), evaluate=True)
+    expected = losses(copy.deepcopy(bare), between=BETWEEN[1])
     wrong = False
-    for strategy, evaluate in product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
+    for strategy, between in product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), BETWEEN):
         wrapped = FullyShardedDataParallel(
             copy.deepcopy(bare),
             sharding_strategy=ShardingStrategy[strategy],
             use_orig_params=use_orig_params,
             device_id=torch.device("cpu"),
         )
-        actual = losses(wrapped, evaluate=evaluate)
+        actual = losses(wrapped, between=between)
         wrong = wrong or not torch.allclose(torch.tensor(actual), torch.tensor(expected))
         if rank == 0:
-            text = "an" if evaluate else "no"
             settings = f"{strategy}, use_orig_params={use_orig_params}"
-            print(f"{settings}, {text} evaluation before the step")
+            print(f"{settings}, {between} before the step")
             print("  expected", ", ".join(f"{loss:.6f}" for loss in expected))
             print("  actual  ", ", ".join(f"{loss:.6f}" for loss in actual), flush=True)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""fully_shard: an evaluation between backward and step keeps old weights.
+"""fully_shard: a forward between backward and step keeps old weights.
 
 Stand-alone: needs torch only. Prints expected and actual losses; exit status 1 if the deviation
 shows.
@@ -17,16 +17,17 @@ from torch.distributed.fsdp import fully_shard
 
 WORLD = 2
 STEPS = 3
+BETWEEN = ("nothing", "an evaluation", "a forward with gradients")
 
 
-def losses(model, *, evaluate):
+def losses(model, *, between):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     inputs, found = torch.ones(2, 4), []
     for _ in range(STEPS):
         loss = model(inputs).square().sum()
         loss.backward()
-        if evaluate:
-            with torch.no_grad():
+        if between != "nothing":
+            with torch.set_grad_enabled(between == "a forward with gradients"):
                 model(inputs)
         optimizer.step()
         optimizer.zero_grad()
@@ -40,16 +41,15 @@ def main(rank, store):
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
     bare = nn.Linear(4, 4)
-    expected = losses(copy.deepcopy(bare), evaluate=True)
+    expected = losses(copy.deepcopy(bare), between=BETWEEN[1])
     wrong = False
     for reshard in (None, False, True):
-        for evaluate in (False, True):
+        for between in BETWEEN:
             sharded = fully_shard(copy.deepcopy(bare), mesh=mesh, reshard_after_forward=reshard)
-            actual = losses(sharded, evaluate=evaluate)
+            actual = losses(sharded, between=between)
             wrong = wrong or not torch.allclose(torch.tensor(actual), torch.tensor(expected))
             if rank == 0:
-                text = "an" if evaluate else "no"
-                print(f"reshard_after_forward={reshard}, {text} evaluation before the step")
+                print(f"reshard_after_forward={reshard}, {between} before the step")
                 print("  expected", ", ".join(f"{loss:.6f}" for loss in expected))
                 print("  actual  ", ", ".join(f"{loss:.6f}" for loss in actual), flush=True)
     dist.destroy_process_group()

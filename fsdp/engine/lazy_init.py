@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from fsdp.engine.agreement import agree
+from fsdp.engine.optimizer_guard import tell_of_steps
 from fsdp.engine.param import FSDPParam
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import FSDPStateContext, Wording
@@ -45,6 +46,7 @@ def lazy_init(root: FSDPState, check: Callable[[], None] | None = None) -> None:
         raise
     for state in states:
         state.is_root = state is root
+    tell_of_steps(root.context)
 
 
 def _find_states(root: FSDPState) -> list[FSDPState]:

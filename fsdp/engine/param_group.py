@@ -266,12 +266,21 @@ class FSDPParamGroup:
     def end_of_evaluation(self) -> None:
         """Give up what a forward without gradients has left whole, unless it is to stay.
 
-        It cannot stay where gradients are: no backward comes that would give it up before the step
-        that makes it stale.
+        It cannot stay where gradients are, for nothing would give it up before they are used: who
+        clips or zeroes what is registered would not find them.
         """
         if self._sharded_state is ShardedState.SHARDED:
             return  # most units, after every evaluation
         if self.options.kept is not Kept.SHOWN or self._exposure.accumulates(self.fsdp_params):
+            self.to_sharded()
+
+    def after_step(self) -> None:
+        """Give up what was gathered before an optimizer's step, be it whole, kept or on its way.
+
+        No backward may have come since a forward left it: that of another loss, of a metric.
+        """
+        if self._training_state is TrainingState.IDLE:
+            self.drop_pending()
             self.to_sharded()
 
     def _to_post_forward(self, info: DataParallelMeshInfo) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from fsdp.engine.torch_private import graph_task
+
 if TYPE_CHECKING:
     from fsdp.engine.unit import FSDPState
 
@@ -97,3 +99,15 @@ class FSDPStateContext:
         self.backwards = 0  # how many are over
         self.post_optim_event: Any = None
         self.order_start = 0  # length of the order of forward when this forward began
+
+    def after_step(self) -> None:
+        """Let no unit keep what an optimizer has made old.
+
+        Inside a backward nothing is given up: optimizers that step there step on what that backward
+        is through with, and the rest is still needed as forward had it.
+        """
+        if graph_task() != -1:
+            return
+        for state in self.all_states:
+            for group in state.groups:
+                group.after_step()

@@ -116,12 +116,12 @@ def train_sharded(  # noqa: PLR0913 - each test names the few that it needs
     return losses
 
 
-def train_evaluating(model: nn.Module, rank: int, steps: int = 3) -> None:
-    """Train with an evaluation between each backward and its step."""
+def train_evaluating(model: nn.Module, rank: int, *, grad: bool, steps: int = 3) -> None:
+    """Train with one more forward, with or without ``grad``, between each backward and its step."""
     optimizer = optimizer_of(model.parameters())
     for step in range(steps):
         loss_of(model, batch(step, rank)).backward()
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             model(batch(7, rank))
         optimizer.step()
         optimizer.zero_grad()

@@ -20,12 +20,13 @@ from tests.fsdp.plain import (
     build,
     compare,
     loss_of,
+    optimizer_of,
     train_evaluating,
     train_plain,
     train_sharded,
     whole,
 )
-from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.ranks import agreed, count, on_ranks
 
 
 def shard_blocks(model: nn.Module, **options: Any) -> nn.Module:
@@ -565,17 +566,98 @@ def test_an_accumulated_gradient_is_reduced_without_a_new_one() -> None:
     on_ranks(_only_accumulated, 2)
 
 
-def _evaluated_before_the_step(context: RankContext, *, reshard: bool | int | None) -> None:
-    """What an evaluation leaves whole is not what the next forward needs, once a step was made."""
+def _asked_before_the_step(context: RankContext, *, reshard: bool | int | None, grad: bool) -> None:
+    """What a forward leaves whole is not what the next one needs, once a step was made."""
     model, plain = shard_blocks(build(), reshard_after_forward=reshard), build()
-    train_evaluating(model, context.rank)
+    train_evaluating(model, context.rank, grad=grad)
     train_plain(plain, context.world_size)
     compare(model, plain)
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("reshard", [None, True, False, 1])
-def test_an_evaluation_before_the_step_keeps_nothing_old(*, reshard: bool | int | None) -> None:
-    on_ranks(_evaluated_before_the_step, 2, fresh=reshard == 1, reshard=reshard)
+def test_a_forward_before_the_step_keeps_nothing_old(
+    *, reshard: bool | int | None, grad: bool
+) -> None:
+    on_ranks(_asked_before_the_step, 2, fresh=reshard == 1, reshard=reshard, grad=grad)
+
+
+def _gathered_before_the_step(context: RankContext, *, wait: bool) -> None:
+    model, plain = shard_blocks(build()), build()
+    optimizer = optimizer_of(model.parameters())
+    for step in range(3):
+        loss_of(model, batch(step, context.rank)).backward()
+        handles = [module.unshard(async_op=True) for module in (model, model.blocks[0])]
+        if wait:
+            handles[1].wait()
+        optimizer.step()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        optimizer.zero_grad()
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_gather_by_hand_before_the_step_keeps_nothing_old(*, wait: bool) -> None:
+    on_ranks(_gathered_before_the_step, 2, wait=wait)
+
+
+def _stepped_in_between(context: RankContext) -> None:
+    """Another model's optimizer may step between a forward and its backward."""
+    model, plain = shard_blocks(build(), reshard_after_forward=False), build()
+    other = fully_shard(build())
+    optimizer, others = optimizer_of(model.parameters()), optimizer_of(other.parameters())
+    for step in range(3):
+        loss = loss_of(model, batch(step, context.rank))
+        loss_of(other, batch(step, context.rank)).backward()
+        others.step()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_another_optimizer_may_step_before_backward() -> None:
+    on_ranks(_stepped_in_between, 2)
+
+
+def _stepped_in_forward(context: RankContext) -> None:
+    """A model may train another one in its forward; its own parameters are in use then."""
+    model, plain, other = shard_blocks(build()), build(), build()
+    optimizer, others = optimizer_of(model.parameters()), optimizer_of(other.parameters())
+    loss_of(other, batch(0, context.rank)).backward()
+    model.blocks[1].up.register_forward_hook(lambda *_: others.step())
+    for step in range(3):
+        loss_of(model, batch(step, context.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_an_optimizer_may_step_inside_forward() -> None:
+    on_ranks(_stepped_in_forward, 2)
+
+
+def _stepped_in_backward(context: RankContext) -> list[int]:
+    """Steps inside backward free nothing that the rest of it needs."""
+    model = shard_blocks(build(blocks=4), reshard_after_forward=False)
+    optimizers = {param: optimizer_of([param]) for param in model.parameters()}
+    for param, optimizer in optimizers.items():
+        param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+    gathers = []
+    for step in range(3):
+        before = count(context, "all_gather")
+        loss_of(model, batch(step, context.rank)).backward()
+        gathers.append(count(context, "all_gather") - before)
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+    return gathers[1:]  # the first exchanged a digest too
+
+
+def test_steps_inside_backward_gather_nothing_again() -> None:
+    assert agreed(_stepped_in_backward, 2) == [5, 5]
 
 
 def _kept_after_an_evaluation(context: RankContext) -> list[bool]:

@@ -116,18 +116,28 @@ def test_an_average_of_the_model_is_never_stale(strategy: str) -> None:
     on_ranks(_average, 2, strategy=strategy)
 
 
-def _same_steps_after_evaluation(context: RankContext, *, original: bool) -> None:
-    """An evaluation between backward and step leaves nothing that the step makes stale."""
-    model = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    train_evaluating(model, context.rank)
+def _asked_before_the_step(
+    context: RankContext, *, strategy: str, grad: bool, original: bool
+) -> None:
+    """What a forward leaves whole is not what the next one needs, once a step was made."""
+    model = wrapped(
+        use_orig_params=original,
+        sharding_strategy=ShardingStrategy[strategy],
+        mixed_precision=MixedPrecision(param_dtype=torch.float64),  # so that NO_SHARD casts
+    )
+    train_evaluating(model, context.rank, grad=grad)
     plain = build()
     train_plain(plain, context.world_size)
     agrees(model, plain)
 
 
 @ORIGINAL
-def test_an_evaluation_before_the_step_keeps_nothing_old(*, original: bool) -> None:
-    on_ranks(_same_steps_after_evaluation, 2, original=original)
+@pytest.mark.parametrize("grad", [False, True])
+@STRATEGIES
+def test_a_forward_before_the_step_keeps_nothing_old(
+    strategy: str, *, grad: bool, original: bool
+) -> None:
+    on_ranks(_asked_before_the_step, 2, strategy=strategy, grad=grad, original=original)
 
 
 class Tied(nn.Module):
