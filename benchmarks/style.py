@@ -8,8 +8,9 @@ This project's run on accelerators, if there are two, and on the CPU.
     python benchmarks/style.py [--file core] [--every 1] [--jobs 1] [--out RESULTS.json]
 
 PyTorch's take 8 to 14 s a cell: `--file` (repeatable) and `--every N` select some, and `--jobs N`
-runs N of PyTorch's cells at once on the same accelerators, which makes each of them slower. The
-table goes beside the JSON file.
+runs N of PyTorch's cells at once on the same accelerators, each in a pytest of its own, which makes
+each of them slower. The table goes beside the JSON file; both are written again after every one of
+PyTorch's cells, so that a run that is cut short leaves what it has found.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,38 +113,46 @@ def collect(folder: Path, files: list[str]) -> list[str]:
 
 
 def run(folder: Path, cells: list[str], **environment: str) -> Ran:
-    report = folder / "report.xml"
+    descriptor, name = tempfile.mkstemp(suffix=".xml")
+    os.close(descriptor)
+    report = Path(name)
     start = time.perf_counter()
-    output = pytest(folder, [], f"--junitxml={report}", *cells, **environment)
-    seconds = time.perf_counter() - start
-    if not report.exists():
-        raise RuntimeError(f"pytest in {folder} wrote no report:\n{output[-4000:]}")
+    try:
+        output = pytest(folder, [], f"--junitxml={report}", *cells, **environment)
+        seconds = time.perf_counter() - start
+        if not report.stat().st_size:
+            raise RuntimeError(f"pytest in {folder} wrote no report:\n{output[-4000:]}")
+        found = list(ET.parse(report).iter("testcase"))
+    finally:
+        report.unlink()
     outcomes, times = {}, {}
-    for case in ET.parse(report).iter("testcase"):
+    for case in found:
         module, _, cls = (case.get("classname") or "").rpartition(".")
         cell = f"{module.rpartition('.')[2]}.py::{cls}::{case.get('name')}"
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
         outcomes[cell] = kinds.pop() if kinds else "passed"
         times[cell] = float(case.get("time") or 0.0)
-    report.unlink()
     return Ran(outcomes=outcomes, times=times, seconds=seconds)
 
 
-def run_at_once(folder: Path, files: list[str], cells: list[str], jobs: int) -> Ran:
-    """Run every `jobs`-th cell in one of `jobs` copies of `folder`, all at the same time."""
-    start = time.perf_counter()
-    parts = [cells[index::jobs] for index in range(min(jobs, len(cells)))]
-    copies = [folder / f"part{index}" for index in range(len(parts))]
-    for copy in copies:
-        copy.mkdir()
-        write_copies(copy, files)
-    with ThreadPoolExecutor(len(parts)) as threads:
-        ran = list(threads.map(run, copies, parts))
-    return Ran(
-        outcomes={cell: outcome for part in ran for cell, outcome in part.outcomes.items()},
-        times={cell: seconds for part in ran for cell, seconds in part.times.items()},
-        seconds=time.perf_counter() - start,
-    )
+def run_at_once(folder: Path, cells: list[str], jobs: int, tell: Callable[[Ran], None]) -> None:
+    """Run every cell in a pytest of its own, `jobs` of them at a time; `tell` what is there."""
+    start, lock = time.perf_counter(), threading.Lock()
+    found = Ran(outcomes={}, times={}, seconds=0.0)
+
+    def one(cell: str) -> None:
+        nonlocal found
+        ran = run(folder, [cell])
+        with lock:
+            found = Ran(
+                outcomes=found.outcomes | ran.outcomes,
+                times=found.times | ran.times,
+                seconds=time.perf_counter() - start,
+            )
+            tell(found)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        list(threads.map(one, cells))
 
 
 def table(runs: dict[str, Ran]) -> str:
@@ -186,44 +197,58 @@ def main() -> int:
         theirs = collect(copies, files)
         missing = sorted(set(cells) ^ set(theirs))
         chosen = cells[:: options.every]
-        if accelerator is not None and cards >= WORLD:
-            torch_run = run_at_once(copies, files, chosen, options.jobs)
-            runs[f"torch, {WORLD} {accelerator.type}"] = torch_run
-            runs[f"ours, {WORLD} {accelerator.type}"] = run(FOLDER, chosen)
+        notes = [
+            f"{len(cells)} cells here, {len(theirs)} with PyTorch's FSDPTest, "
+            f"{len(missing)} on one side only{': ' if missing else ''}{', '.join(missing)}",
+            "lines that differ between the two versions of the files:",
+            *changed,
+        ]
+        if cards < WORLD:
+            notes.append(f"PyTorch's FSDPTest needs {WORLD} accelerators, {cards} here: not run")
+        else:
+            notes.append(
+                f"PyTorch's cells ran {options.jobs} at once, this project's one at a time"
+            )
+
+        def tell(name: str, ran: Ran) -> None:
+            runs[name] = ran
+            if options.out is not None:
+                write(options.out, notes, runs)
+
         hidden = {f"{accelerator.type.upper()}_VISIBLE_DEVICES": ""} if accelerator else {}
-        runs["ours, cpu"] = run(FOLDER, chosen, **hidden)
-    wrong = differences(runs)
-    about = {
+        if accelerator is not None and cards >= WORLD:
+            tell(f"ours, {WORLD} {accelerator.type}", run(FOLDER, chosen))
+        tell("ours, cpu", run(FOLDER, chosen, **hidden))
+        if accelerator is not None and cards >= WORLD:
+            name = f"torch, {WORLD} {accelerator.type}"
+            run_at_once(copies, chosen, options.jobs, lambda ran: tell(name, ran))
+    print(text_of(notes, runs), end="")
+    return int(bool(differences(runs) or missing))
+
+
+def machine() -> dict[str, Any]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
-        "cards": cards,
+        "cards": torch.accelerator.device_count() if accelerator is not None else 0,
         "card": torch.get_device_module(accelerator).get_device_name(0) if accelerator else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    notes = [
-        f"PyTorch's cells ran {options.jobs} at once, this project's one at a time",
-        f"{len(cells)} cells here, {len(theirs)} with PyTorch's FSDPTest, "
-        f"{len(missing)} on one side only{': ' if missing else ''}{', '.join(missing)}",
-        "lines that differ between the two versions of the files:",
-        *changed,
-        f"cells that did not pass everywhere: {len(wrong)}",
-        *wrong,
-    ]
-    if cards < WORLD:
-        notes.append(f"PyTorch's FSDPTest needs {WORLD} accelerators, {cards} here: not run")
-    text = "\n".join([table(runs), "", *notes, json.dumps(about)]) + "\n"
-    print(text, end="")
-    if options.out is not None:
-        write(options.out, text, about, runs)
-    return int(bool(wrong or missing))
 
 
-def write(path: Path, text: str, about: dict[str, Any], runs: dict[str, Ran]) -> None:
+def text_of(notes: list[str], runs: dict[str, Ran]) -> str:
+    wrong = differences(runs)
+    lines = [*notes, f"cells that did not pass everywhere: {len(wrong)}", *wrong]
+    return "\n".join([table(runs), "", *lines, json.dumps(machine())]) + "\n"
+
+
+def write(path: Path, notes: list[str], runs: dict[str, Ran]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {name: {"outcomes": r.outcomes, "times": r.times} for name, r in runs.items()}
-    path.write_text(json.dumps({"machine": about, "runs": found}, indent=1) + "\n")
-    path.with_suffix(".txt").write_text(text)
+    path.write_text(json.dumps({"machine": machine(), "runs": found}, indent=1) + "\n")
+    path.with_suffix(".txt").write_text(text_of(notes, runs))
 
 
 if __name__ == "__main__":
