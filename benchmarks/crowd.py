@@ -5,7 +5,7 @@ and two-rank tests on two devices one after the other. On the CPU all may overla
 
     python benchmarks/crowd.py [--repeats 5] [--out benchmarks/results/crowd-cpu.json]
 
-The table goes beside the JSON file. Exit status 1 for a clash, a flake or a missing overlap.
+The table goes beside the JSON file; both are written again after every run. Exit status 1 for a clash, a flake or a missing overlap.
 """
 
 from __future__ import annotations
@@ -155,16 +155,28 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
     options = parser.parse_args()
-    cards = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    cards = torch.accelerator.device_count() if accelerator is not None else 0
+    card = torch.get_device_module(accelerator).get_device_name(0) if accelerator else None
     about = {
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
         "cards": cards,
+        "card": card,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "load average at start": os.getloadavg()[0],
     }
-    repeats = [repeat() for _ in range(options.repeats)]
+    repeats: list[Repeat] = []
+    for _ in range(options.repeats):
+        repeats.append(repeat())
+        if options.out is not None:
+            write(options.out, repeats, about)
+    print(text_of(repeats, about), end="")
+    return int(bool(faults(repeats, cards)))
+
+
+def text_of(repeats: list[Repeat], about: dict[str, Any]) -> str:
     columns = ("workers", "passed", "failed", "seconds", "1-rank pairs", "2-rank pairs", "clashes")
     lines = ["run" + "".join(f"{name:>14}" for name in columns)]
     for number, each in enumerate(repeats, start=1):
@@ -172,16 +184,15 @@ def main() -> int:
         values[2:4] = len(each.failed), round(each.seconds, 1)
         lines.append(f"{number:3}" + "".join(f"{value:>14}" for value in values))
     lines.append("pairs: of tests that ran at the same time; clashes: on one accelerator")
-    wrong = faults(repeats, cards)
-    lines += wrong or ["no clash, no flake"]
-    text = "\n".join([*lines, json.dumps(about)]) + "\n"
-    print(text, end="")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        found = {"machine": about, "repeats": [asdict(each) for each in repeats]}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-        options.out.with_suffix(".txt").write_text(text)
-    return int(bool(wrong))
+    lines += faults(repeats, about["cards"]) or ["no clash, no flake"]
+    return "\n".join([*lines, json.dumps(about)]) + "\n"
+
+
+def write(path: Path, repeats: list[Repeat], about: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"machine": about, "repeats": [asdict(each) for each in repeats]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".txt").write_text(text_of(repeats, about))
 
 
 if __name__ == "__main__":
