@@ -5,7 +5,8 @@ and two-rank tests on two devices one after the other. On the CPU all may overla
 
     python benchmarks/crowd.py [--repeats 5] [--out benchmarks/results/crowd-cpu.json]
 
-The table goes beside the JSON file; both are written again after every run. Exit status 1 for a clash, a flake or a missing overlap.
+The table goes beside the JSON file; both are written again after every run. Exit status 1 for a
+clash, a flake or a missing overlap.
 """
 
 from __future__ import annotations
