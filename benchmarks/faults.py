@@ -9,8 +9,9 @@ processes are counted after 5 s.
 
     python benchmarks/faults.py [--fault NAME] [--jobs 1] [--out benchmarks/results/faults-cpu.json]
 
-The table goes beside the JSON file. About 40 minutes with one job on two idle cores;
-`--jobs` runs several controllers at once, of which each keeps two to four cores busy.
+The table goes beside the JSON file; both are written again after every cell. About 40 minutes with
+one job on two idle cores; `--jobs` runs several controllers at once, of which each keeps two to
+four cores busy.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -158,8 +160,10 @@ def measure_signal(host: str, number: signal.Signals, folder: Path) -> dict[str,
         return {"ended": process.poll() is not None, "orphans": len(alive)}
 
 
-def cell(found: dict[str, Any], wanted: str | None) -> str:
+def cell(found: dict[str, Any] | None, wanted: str | None) -> str:
     """A cell's text; "WRONG" where a fault passed or was skipped, or a sound test did not pass."""
+    if found is None:
+        return "not measured"
     left = f"; {found['orphans']} processes left" if found["orphans"] else ""
     if wanted is None:
         return ("ended" if found["ended"] else "CONTROLLER LIVES") + left
@@ -184,7 +188,8 @@ def table(report: dict[str, dict[str, Any]]) -> str:
     names = list(report)
     texts = [["fault on rank 1", *HOSTS]]
     texts += [
-        [name, *(cell(report[name][host], WANTED.get(name)) for host in HOSTS)] for name in names
+        [name, *(cell(report[name].get(host), WANTED.get(name)) for host in HOSTS)]
+        for name in names
     ]
     widths = [max(len(line[i]) for line in texts) for i in range(len(texts[0]))]
     return "\n".join(
@@ -218,6 +223,7 @@ def main() -> None:
     names = options.fault or [*FAULTS, *NUMBERS]
     report: dict[str, dict[str, Any]] = {name: {} for name in names}
     scratch = Path(tempfile.mkdtemp(prefix="faults-"))
+    writing = threading.Lock()
 
     def fill(name: str, host: str) -> None:
         folder = Path(tempfile.mkdtemp(dir=scratch))
@@ -226,7 +232,10 @@ def main() -> None:
         else:
             found = measure_signal(host, signal.Signals[name], folder)
         print(f"{name}, {host}: {cell(found, WANTED.get(name))}", file=sys.stderr)
-        report[name][host] = found
+        with writing:
+            report[name][host] = found
+            if options.out is not None:
+                write(options.out, report, about)
 
     try:
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -235,8 +244,6 @@ def main() -> None:
                 each.result()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if options.out is not None:
-        write(options.out, report, about)
     print(text_of(report, about), end="")
 
 
