@@ -1,14 +1,18 @@
-"""Ours beside torch.distributed.fsdp.fully_shard: interleaved rounds of the same training.
+"""Our two faces beside PyTorch's: interleaved rounds of the same training.
 
-    python benchmarks/fully_shard.py --world 2 --blocks 8 --dim 64
-    python benchmarks/fully_shard.py --preset host_bound --device TYPE --out FILE.json
+    python benchmarks/training.py --world 2 --blocks 8 --dim 64
+    python benchmarks/training.py --face original --preset host_bound --device TYPE --out FILE.json
+
+Faces: `composable` is `fully_shard`; `flat` and `original` are `FullyShardedDataParallel`.
 
 Prints, per implementation, the median milliseconds of forward, backward and optimizer over all
 rounds, the spread (half the distance between quartiles), peak device memory where there is one,
 and the ratios of the medians of a step and of the peaks, ours over torch's. "bare" trains without
-any wrapper. One model is there at a time: a round builds it anew, so that a peak is its own.
+any wrapper. For `FullyShardedDataParallel` also the milliseconds of a clip and of a summon of all
+parameters. One model is there at a time: a round builds it anew, so that a peak is its own.
 
-`--out` writes every step's seconds and the machine as JSON, and the printed table beside it.
+`--out` writes every step's seconds and the machine as JSON, the printed table beside it, and with
+`--profile` where the host spends one step of each (own time by operation and by phase).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +35,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed import fsdp as torchs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile
 
-from fsdp import MixedPrecisionPolicy, fully_shard
+import fsdp as ours
+import fsdp.wrap as our_policies
 
 PHASES = ("forward", "backward", "optimizer")
+METHODS = ("clip", "summon")
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {"blocks": 8, "dim": 64, "heads": 4, "vocabulary": 256, "batch": 1, "length": 16},
     "host_bound": {
@@ -86,11 +93,41 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def composable(package: Any, model: GPT, dtype: torch.dtype | None, device: torch.device) -> GPT:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options = {"mesh": mesh, "mp_policy": package.MixedPrecisionPolicy(param_dtype=dtype)}
+    for block in model.blocks:
+        package.fully_shard(block, **options)
+    return package.fully_shard(model, **options)
+
+
+def wrapper(
+    package: Any, model: GPT, dtype: torch.dtype | None, device: torch.device, *, original: bool
+) -> nn.Module:
+    policies = our_policies if package is ours else torchs.wrap
+    return package.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policies.ModuleWrapPolicy({Block}),
+        mixed_precision=package.MixedPrecision(param_dtype=dtype),
+        device_id=device,
+        use_orig_params=original,
+    )
+
+
+FACES: dict[str, Callable[..., nn.Module]] = {
+    "composable": composable,
+    "flat": partial(wrapper, original=False),
+    "original": partial(wrapper, original=True),
+}
+PACKAGES = {"ours": ours, "torch": torchs}
+
+
 @dataclass
 class Times:
-    """Seconds of every step, by phase, and the peak bytes."""
+    """Seconds of every step, by phase, of the wrapper's methods, and the peak bytes."""
 
     phases: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PHASES})
+    methods: dict[str, list[float]] = field(default_factory=lambda: {m: [] for m in METHODS})
     peak: int = 0
 
     def steps(self) -> list[float]:
@@ -116,17 +153,8 @@ class Trainee:
         with device:
             model = GPT(args.vocabulary, args.dim, args.blocks, args.heads)
         dtype = torch.bfloat16 if args.bf16 else None
-        wraps: dict[str, tuple[Callable[..., nn.Module], type]] = {
-            "ours": (fully_shard, MixedPrecisionPolicy),
-            "torch": (torch_fully_shard, TorchPolicy),
-        }
-        if self.name in wraps:
-            wrap, policy = wraps[self.name]
-            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-            options = {"mesh": mesh, "mp_policy": policy(param_dtype=dtype)}
-            for block in model.blocks:
-                wrap(block, **options)
-            wrap(model, **options)
+        if self.name in PACKAGES:
+            model = FACES[args.face](PACKAGES[self.name], model, dtype, device)
         elif dtype is not None:
             model.to(dtype)
         self.model = model
@@ -159,6 +187,34 @@ class Trainee:
                 self.times.phases[phase].append(end - start)
         return loss.item()
 
+    def call_methods(self) -> None:
+        """Time a clip and a summon of everything, three times each after one of each."""
+        cls = PACKAGES[self.name].FullyShardedDataParallel
+        self.model(self.tokens).float().mean().backward()
+        for turn in range(4):
+            start = self.now()
+            self.model.clip_grad_norm_(1.0)
+            middle = self.now()
+            with cls.summon_full_params(self.model, writeback=False):
+                end = self.now()
+            if turn:
+                for name, seconds in zip(METHODS, (middle - start, end - middle), strict=True):
+                    self.times.methods[name].append(seconds)
+
+    def profiled(self) -> str:
+        """Where the host spends one step after two others."""
+        self.build()
+        for _ in range(2):
+            self.step(record=False)
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            self.step(record=False)
+        self.release()
+        averages = found.key_averages()
+        table = averages.table(
+            sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60
+        )
+        return f"{self.name}\n{table}"
+
     def round(self, warmup: int, steps: int) -> None:
         self.build()
         self.losses = [self.step(record=False) for _ in range(warmup)]
@@ -170,6 +226,8 @@ class Trainee:
             self.step(record=True)
         if on_device:
             self.times.peak = max(self.times.peak, torch.accelerator.max_memory_allocated())
+        if self.args.face != "composable" and self.name in PACKAGES:
+            self.call_methods()
         self.release()
 
 
@@ -188,8 +246,11 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     for _ in range(args.rounds):
         for trainee in trainees.values():
             trainee.round(args.warmup, args.steps)
+    profiles = [each.profiled() for each in trainees.values()] if args.profile else []
     if rank == 0:
         report(args, trainees, device)
+        if profiles:
+            args.out.with_suffix(".profile.txt").write_text("\n\n".join(profiles) + "\n")
     dist.destroy_process_group()
 
 
@@ -223,9 +284,17 @@ def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch
         lines.append(f"ours / torch: step {medians['ours'] / medians['torch']:.3f}")
         if peaks["torch"]:
             lines[-1] += f", peak memory {peaks['ours'] / peaks['torch']:.3f}"
+        for method in METHODS if args.face != "composable" else ():
+            low, high = (
+                1e3 * statistics.median(trainees[name].times.methods[method]) for name in PACKAGES
+            )
+            lines.append(f"{method}: ours {low:.2f} ms, torch {high:.2f} ms, {low / high:.3f}")
     print("\n".join(lines))
     if args.out is not None:
-        times = {n: {"seconds": t.times.phases, "peak": t.times.peak} for n, t in trainees.items()}
+        times = {
+            n: {"seconds": t.times.phases | t.times.methods, "peak": t.times.peak}
+            for n, t in trainees.items()
+        }
         found = {"machine": machine, "options": vars(args) | {"out": str(args.out)}, "times": times}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -234,6 +303,7 @@ def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--face", choices=FACES, default="composable")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--preset", choices=PRESETS, default="cpu", help="sizes of the model")
     parser.add_argument("--world", type=int, default=2)
@@ -245,7 +315,10 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", default=None)
     parser.add_argument("--implementations", nargs="+", default=["ours", "torch", "bare"])
     parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
+    parser.add_argument("--profile", action="store_true", help="needs --out")
     args = parser.parse_args()
+    if args.profile and args.out is None:
+        parser.error("--profile writes beside --out")
     for name, value in ({"bf16": False} | PRESETS[args.preset]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
