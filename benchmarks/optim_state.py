@@ -1,0 +1,204 @@
+"""A full optimizer state gathered and loaded again: ours beside PyTorch's, interleaved.
+
+    python benchmarks/optim_state.py --world 2 --blocks 4 --dim 64
+    python benchmarks/optim_state.py --preset billion --device TYPE --out FILE.json
+
+Both are `FullyShardedDataParallel` around the same model with AdamW after one step. A round takes
+`optim_state_dict` (full, on the host of rank 0 alone; or full on every rank, where it was), then
+`optim_state_dict_to_load` of what it gave, by one after the other. Printed: median milliseconds,
+spread (half the distance between quartiles), the peak of device memory above what was there before,
+and ours over torch's. The two results are compared first; on the CPU PyTorch's are wrong
+with original parameters (`docs/findings/fsdp1-optim-state-aliased-on-cpu.md`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import fsdp as torchs
+from training import FACES, GPT
+
+import fsdp as ours
+
+PRESETS: dict[str, dict[str, int]] = {
+    "small": {"blocks": 4, "dim": 64, "heads": 4, "vocabulary": 256},
+    "billion": {"blocks": 24, "dim": 2048, "heads": 16, "vocabulary": 32000},
+}
+PACKAGES = {"ours": ours, "torch": torchs}
+WAYS = {"rank 0's host": {"offload_to_cpu": True, "rank0_only": True}, "in place": {}}
+
+
+class Side:
+    """One implementation: a trained model and what was measured of it."""
+
+    def __init__(self, name: str, args: argparse.Namespace, device: torch.device) -> None:
+        self.package, self.device = PACKAGES[name], device
+        torch.manual_seed(0)
+        with device:
+            model = GPT(args.vocabulary, args.dim, args.blocks, args.heads)
+        self.model: Any = FACES[args.face](self.package, model, None, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        tokens = torch.arange(16, device=device).view(1, 16)
+        self.model(tokens).float().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds: dict[str, list[float]] = {}
+        self.peaks: dict[str, int] = {}
+
+    def state_type(self, way: str) -> Any:
+        package, options = self.package, {"offload_to_cpu": False} | WAYS[way]
+        return package.FullyShardedDataParallel.state_dict_type(
+            self.model,
+            package.StateDictType.FULL_STATE_DICT,
+            package.FullStateDictConfig(**options),
+            package.FullOptimStateDictConfig(**options),
+        )
+
+    def measured(self, name: str, call: Any) -> Any:
+        gc.collect()
+        base = 0
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats()
+            base = torch.accelerator.memory_allocated()
+        dist.barrier()
+        start = time.perf_counter()
+        result = call()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+            peak = torch.accelerator.max_memory_allocated() - base
+            self.peaks[name] = max(self.peaks.get(name, 0), peak)
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+    def state(self, way: str) -> dict[str, Any]:
+        cls = self.package.FullyShardedDataParallel
+        with self.state_type(way):
+            return cls.optim_state_dict(self.model, self.optimizer)
+
+    def round(self, way: str) -> None:
+        cls = self.package.FullyShardedDataParallel
+        full = self.measured(f"save, {way}", partial(self.state, way))
+        with self.state_type(way):
+            self.measured(
+                f"load, {way}",
+                lambda: cls.optim_state_dict_to_load(self.model, self.optimizer, full),
+            )
+
+
+def compare(sides: dict[str, Side]) -> str:
+    """Say how many entries the two full states have, and how many of them differ."""
+    found = [side.state("rank 0's host") for side in sides.values()]
+    if dist.get_rank() != 0:
+        return ""
+    one, other = (
+        {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
+        for state in found
+    )
+    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
+    wrong = sum(not torch.equal(value, other[key]) for key, value in one.items())
+    return f"{len(one)} entries, {wrong} of them not equal bit for bit"
+
+
+def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(args.device) if args.device == "cpu" else torch.device(args.device, rank)
+    backend = dist.get_default_backend_for_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    dist.init_process_group(
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=args.world
+    )
+    sides = {name: Side(name, args, device) for name in PACKAGES}
+    elements = sum(p.numel() for p in on_meta(args).parameters())
+    entries = compare(sides)
+    for turn in range(args.rounds + 1):
+        for way in WAYS:
+            for side in sides.values():
+                side.round(way)
+        if turn == 0:
+            for side in sides.values():
+                side.seconds.clear()
+    if rank == 0:
+        report(args, sides, device, f"{elements / 1e9:.3f} billion parameters, {entries}")
+    dist.destroy_process_group()
+
+
+def on_meta(args: argparse.Namespace) -> GPT:
+    with torch.device("meta"):
+        return GPT(args.vocabulary, args.dim, args.blocks, args.heads)
+
+
+def report(
+    args: argparse.Namespace, sides: dict[str, Side], device: torch.device, model: str
+) -> None:
+    card = torch.get_device_module(device).get_device_name() if device.type != "cpu" else "cpu"
+    machine = {
+        "card": card,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    lines = [
+        f"torch {torch.__version__}, {args.world} ranks on {card}, face {args.face}, "
+        f"{args.rounds} rounds: {model}",
+        f"{'':22}" + "".join(f"{name:>10}{'spread':>9}{'MiB':>9}" for name in sides)
+        + f"{'time':>8}{'memory':>8}",
+    ]  # fmt: skip
+    for name in sides["ours"].seconds:
+        text, medians, peaks = f"{name:22}", [], []
+        for side in sides.values():
+            low, middle, high = statistics.quantiles(side.seconds[name], n=4)
+            medians.append(middle)
+            peaks.append(side.peaks.get(name, 0))
+            text += f"{1e3 * middle:10.1f}{1e3 * (high - low) / 2:9.1f}{peaks[-1] / 2**20:9.0f}"
+        text += f"{medians[0] / medians[1]:8.3f}"
+        lines.append(text + (f"{peaks[0] / peaks[1]:8.3f}" if peaks[1] else ""))
+    print("\n".join(lines))
+    if args.out is not None:
+        found = {
+            "machine": machine,
+            "options": vars(args) | {"out": str(args.out)},
+            "times": {n: {"seconds": s.seconds, "peak": s.peaks} for n, s in sides.items()},
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--face", choices=("flat", "original"), default="flat")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
+    parser.add_argument("--world", type=int, default=2)
+    for size in ("blocks", "dim", "heads", "vocabulary"):
+        parser.add_argument(f"--{size}", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
+    args = parser.parse_args()
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, args=(args, os.path.join(folder, "rendezvous")), nprocs=args.world)
+
+
+if __name__ == "__main__":
+    main()
