@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from conformance.errors import unknown
 from conformance.gather import full_copies
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -66,6 +67,9 @@ class Conventions:
             zero where another parameter of its unit took part, which is what one flat gradient per
             unit gives, and none elsewhere.
         ignored: gradients of parameters that the wrapper was told to ignore.
+
+    Raises:
+        ValueError: a choice that there is not.
     """
 
     gradients: Literal["mean", "sum"] = "mean"
@@ -73,6 +77,17 @@ class Conventions:
     buffers: Literal["local", "rank0"] = "local"
     unused_grad: Literal["none", "zero", "unit"] = "none"
     ignored: Literal["unreduced", "reduced"] = "unreduced"
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(Conventions).items():
+            got = getattr(self, name)
+            choices = get_args(hint) or (False, True)  # not `in`: 1 equals True
+            if any(got is choice or (isinstance(got, str) and got == choice) for choice in choices):
+                continue
+            if isinstance(got, str) and get_args(hint):
+                raise unknown(f"choice of Conventions.{name}", got, choices)
+            wanted = " or ".join(map(repr, choices))
+            raise ValueError(f"Conventions: {name} must be {wanted}; got {got!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

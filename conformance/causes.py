@@ -95,5 +95,5 @@ MEANING: dict[Cause, str] = {
     Cause.CRASHED: "a rank died",
     Cause.HUNG: "a rank never came",
     Cause.DESYNCHRONISED: "the ranks entered different collectives",
-    Cause.UNEXPLAINED: "no known pattern",
+    Cause.UNEXPLAINED: "like no known defect",
 }

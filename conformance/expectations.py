@@ -110,9 +110,15 @@ def read_expectations(path: Path) -> Expectations:
         UsageError: it cannot be read, or a line is not ``pattern: reason``.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors mark their files
     except OSError as error:
         raise UsageError(f"--expect {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        at = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(
+            f"--expect {path}:{at}: byte 0x{error.object[error.start]:02x} is not UTF-8 text;"
+            " a line is 'finding pattern: reason'"
+        ) from error
     flaky = False
     lines: list[Expectation] = []
     for number, raw in enumerate(text.splitlines(), start=1):

@@ -49,6 +49,22 @@ def device_for(asked: str, world: int) -> str:
     return asked
 
 
+def notes(asked: str, world: int) -> list[str]:
+    """What a user should know of where a run with `world` ranks takes place; one line each."""
+    if device_for(asked, world) != CPU:
+        return []
+    found: list[str] = []
+    kind, count = accelerator()
+    if asked == AUTO and count:
+        found.append(f"the ranks run on {CPU}: {world} ranks, and {count} of {kind} here")
+    if world > cores():
+        found.append(
+            f"{world} ranks share {cores()} {'core' if cores() == 1 else 'cores'}: cases take"
+            " longer, and --timeout may have to be longer too"
+        )
+    return found
+
+
 def cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from fnmatch import fnmatchcase
 from itertools import product
 
 from conformance import models
@@ -18,6 +17,7 @@ from conformance.adapter import CAPABILITIES
 from conformance.case import Case
 from conformance.checks import CHECKS, PROFILES, Check
 from conformance.errors import unknown
+from conformance.globs import matches
 from conformance.optimizers import OPTIMIZERS
 from conformance.scenarios import SCENARIOS
 
@@ -92,13 +92,13 @@ def select_checks(profiles: Collection[str] = (), patterns: Sequence[str] = ()) 
         if profile not in PROFILES:
             raise unknown("profile", profile, PROFILES)
     for pattern in patterns:
-        if not any(fnmatchcase(id, pattern) for id in CHECKS):
-            raise unknown("check", pattern, CHECKS, listed="checks")
+        if not any(matches(id, pattern) for id in CHECKS):
+            raise unknown("check", pattern, CHECKS, listed="checks", patterns=True)
     return [
         check
         for check in CHECKS.values()
         if (not profiles or check.profile in profiles)
-        and (not patterns or any(fnmatchcase(check.id, p) for p in patterns))
+        and (not patterns or any(matches(check.id, p) for p in patterns))
     ]
 
 
@@ -110,12 +110,12 @@ def select_models(patterns: Sequence[str] = ()) -> list[models.ModelCase]:
     """
     registry = models.cases()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in registry):
-            raise unknown("model", pattern, registry)
+        if not any(matches(name, pattern) for name in registry):
+            raise unknown("model", pattern, registry, listed="models", patterns=True)
     return [
         model
         for name, model in registry.items()
-        if not patterns or any(fnmatchcase(name, p) for p in patterns)
+        if not patterns or any(matches(name, p) for p in patterns)
     ]
 
 

@@ -73,7 +73,7 @@ def select_mutants(patterns: Sequence[str] = ()) -> list[Mutant]:
     """
     for pattern in patterns:
         if not any(matches(name, pattern) for name in MUTANTS):
-            raise unknown("mutant", pattern, MUTANTS, listed="mutants")
+            raise unknown("mutant", pattern, MUTANTS, listed="mutants", patterns=True)
     return [
         mutant
         for name, mutant in MUTANTS.items()

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
-from itertools import zip_longest
 
 from conformance.adapter import Adapter
 from conformance.adapters import adapter_class, make_adapter
+from conformance.adapters.declared import declared_variants
 from conformance.case import Case
 from conformance.checks import CHECKS, Check
 from conformance.control import CONTROL, control_cases
-from conformance.errors import NEAREST, UsageError, unknown
+from conformance.errors import UsageError, unknown
 from conformance.globs import matches
 from conformance.item import Item
 from conformance.models import cases
+from conformance.near import near_matches, offer
 from conformance.plan import (
     Depth,
     Planned,
@@ -141,20 +141,14 @@ def _no_case(pattern: str, planned: Collection[str]) -> UsageError:
     if left_out:
         text = (
             f"no case {pattern!r} in this run: {left_out[0]} is left out by the adapter's claims,"
-            f" the chosen checks and models, or --depth (it takes {every[left_out[0]].value})"
+            f" the chosen checks and models, or --depth (it takes {every[left_out[0]].value});"
         )
     else:
-        near = sorted(planned, key=lambda case: (-_likeness(case, pattern), case))[:NEAREST]
-        text = f"no case {pattern!r}; nearest: {', '.join(near)}"
+        hint = offer(near_matches(pattern, sorted(planned), patterns=True))
+        text = f"no case {pattern!r}; {hint}".rstrip()
     return UsageError(
-        f"{text}; this run has {len(planned)}, and fsdp-conformance list cases shows all"
+        f"{text} this run has {len(planned)}, and fsdp-conformance list cases shows all"
     )
-
-
-def _likeness(case: str, pattern: str) -> float:
-    """How much the parts of a case look like those of a pattern."""
-    parts = zip_longest(case.split("/"), pattern.split("/"), fillvalue="")
-    return sum(SequenceMatcher(None, c, p).ratio() for c, p in parts)
 
 
 def variants_of(adapter: str, pattern: str | None) -> list[Subject]:
@@ -163,10 +157,10 @@ def variants_of(adapter: str, pattern: str | None) -> list[Subject]:
     Raises:
         UsageError: no such adapter, or the pattern matches none of its variants.
     """
-    variants = adapter_class(adapter).variants
+    variants = declared_variants(adapter, adapter_class(adapter))
     names = [name for name in variants if pattern is None or matches(name, pattern)]
     if not names:
-        raise unknown(f"variant of {adapter}", pattern or "", variants)
+        raise unknown(f"variant of {adapter}", pattern or "", variants, patterns=True)
     return [Subject(adapter=adapter, variant=name) for name in names]
 
 

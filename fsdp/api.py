@@ -45,6 +45,7 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy: {name} must be a floating-point dtype, got {dtype}"
                 )
+        _check_bool(self, "cast_forward_inputs")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
 
+    def __post_init__(self) -> None:
+        _check_bool(self, "pin_memory")
+
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
@@ -77,7 +81,13 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
+        for role, names in (("shard", self.shard_names), ("replicate", self.replicate_names)):
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError(
+                    f"DataParallelMeshDims: {role} must be the name of a mesh dim or several, got "
+                    f"{getattr(self, role)!r}"
+                )
+        if not self.shard_names and not self.replicate_names:
             raise ValueError(
                 "At least one of shard or replicate must be set in DataParallelMeshDims"
             )
@@ -96,7 +106,13 @@ class DataParallelMeshDims:
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
         return ()
-    return (names,) if isinstance(names, str) else tuple(names)
+    return tuple(names) if isinstance(names, tuple | list) else (names,)
+
+
+def _check_bool(options: object, name: str) -> None:
+    value = getattr(options, name)
+    if not isinstance(value, bool):
+        raise TypeError(f"{type(options).__name__}: {name} must be a bool, got {value!r}")
 
 
 class Comm(ABC):

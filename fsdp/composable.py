@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from fsdp.dtensor import DTensorExposure, shard_parameter
+from fsdp.composable_checks import (
+    check_mesh,
+    check_not_sharded,
+    check_options,
+    ignored_of,
+    modules_of,
+)
+from fsdp.dtensor import Cut, DTensorExposure, cut_of, portable, shard_parameter
 from fsdp.engine.group_options import GroupOptions
 from fsdp.engine.hooks import install_forward_hooks, install_state_dict_hooks
 from fsdp.engine.layout import side_by_side
 from fsdp.engine.managed import (
-    check_module,
     managed_modules,
     managed_states,
     move_to,
-    outermost,
 )
 from fsdp.engine.mesh import (
     DataParallelMeshInfo,
     DDPMeshInfo,
+    check_reshard,
     default_mesh,
     device_of,
     mesh_info_of,
@@ -84,21 +92,37 @@ def fully_shard(  # noqa: PLR0913 - torch's interface
         ``module``, whose class is now a subclass of ``FSDPModule`` as well.
 
     Raises:
+        TypeError: an argument is of another type than it must be.
         ValueError: the module, the mesh or an option is not what it must be.
         AssertionError: the module was sharded before, or a 2-D mesh has no names.
         NotImplementedError: a parameter that cannot be cut as asked.
 
+    Where it raises, nothing has changed.
+
     *Collective*: no, save the making of a default mesh or of the mesh of k ranks.
     *Memory*: the shards of one group beside its whole parameters.
     """
-    modules = _modules_of(module)
+    modules = modules_of(module)
+    check_options(mp_policy, offload_policy, shard_placement_fn, dp_mesh_dims)
+    ignored = ignored_of(ignored_params)
     mesh = default_mesh() if mesh is None else mesh
+    check_mesh(mesh)
     info = mesh_info_of(mesh, dp_mesh_dims, "fully_shard")
-    ignored = frozenset(ignored_params or ())
+    if reshard_after_forward is not None and info.shard_group is not None:
+        check_reshard(reshard_after_forward, info)
     managed = managed_modules(modules, ignored)
+    check_not_sharded(managed, ignored, _unit_of)
     params, buffers = managed_states(managed, ignored, "fully_shard")
+    owners = dict(zip(params, find_owners(params, modules), strict=True))
+    plans = [
+        _GroupPlan(
+            info=mesh_info,
+            after=reshard_mesh_info(reshard_after_forward, mesh_info),
+            cuts={p: cut_of(p, owners[p].param_name, mesh_info, at) for p, at in members},
+        )
+        for mesh_info, members in _by_mesh(params, shard_placement_fn, info)
+    ]
     device = device_of(mesh)
-    after = reshard_mesh_info(reshard_after_forward, info)
     move_to([*params, *buffers], device)
     state = FSDPState(
         modules,
@@ -115,16 +139,13 @@ def fully_shard(  # noqa: PLR0913 - torch's interface
         mp_policy=mp_policy,
         offload_policy=offload_policy,
     )
-    owners = dict(zip(params, find_owners(params, modules), strict=True))
-    for mesh_info, members in _by_mesh(params, shard_placement_fn, info):
+    for plan in plans:
         sharded = [
-            shard_parameter(p, owners[p], mesh_info, placement, offload=options.offload)
-            for p, placement in members
+            shard_parameter(p, owners[p], plan.info, cut, offload=options.offload)
+            for p, cut in plan.cuts.items()
         ]
-        if mesh_info is not info:
-            after = reshard_mesh_info(reshard_after_forward, mesh_info)
-        group = FSDPParamGroup(sharded, modules, mesh_info, after, options)
-        install_state_dict_hooks(group)
+        group = FSDPParamGroup(sharded, modules, plan.info, plan.after, options)
+        install_state_dict_hooks(group, portable)
         state.groups.append(group)
     for param in params:
         refuse_in_optimizers(param, owners[param].param_name, "were sharded after it was made")
@@ -135,24 +156,22 @@ def fully_shard(  # noqa: PLR0913 - torch's interface
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-def _modules_of(module: Any) -> tuple[nn.Module, ...]:
-    """Return the modules that one call shards.
+@dataclass(frozen=True, kw_only=True)
+class _GroupPlan:
+    """What a group will be: over which mesh, during and after forward, and its parameters."""
 
-    Raises:
-        ValueError: there is none, or a container that nobody calls.
-        AssertionError: one was sharded before.
-    """
-    modules = (module,) if isinstance(module, nn.Module) else outermost(module)
-    for each in modules:
-        check_module(each, "fully_shard")
-        if state_of(each) is not None:
-            raise AssertionError(
-                "Each distinct composable distributed API can only be applied to a module once. "
-                f"fully_shard has already been applied to the following module:\n{each}"
-            )
-    if not modules:
-        raise ValueError("fully_shard got an empty sequence of modules")
-    return modules
+    info: DataParallelMeshInfo
+    after: DataParallelMeshInfo | None
+    cuts: dict[nn.Parameter, Cut]
+
+
+_units: WeakKeyDictionary[nn.Module, ref[FSDPState]] = WeakKeyDictionary()
+
+
+def _unit_of(module: nn.Module) -> FSDPState | None:
+    """Return the unit that manages ``module``, itself or as a part of it."""
+    found = _units.get(module)
+    return None if found is None else found()
 
 
 def _install(state: FSDPState, managed: Sequence[nn.Module]) -> None:
@@ -161,6 +180,7 @@ def _install(state: FSDPState, managed: Sequence[nn.Module]) -> None:
         # The compiler reads these two; without them it would lift parameters out of the module.
         each._is_fsdp_managed_module = True  # type: ignore[assignment]
         each._fsdp_use_orig_params = True  # type: ignore[assignment]
+        _units[each] = ref(state)
     for each in state.modules:
         each.__class__ = fsdp_class(type(each))
 

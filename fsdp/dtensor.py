@@ -51,41 +51,55 @@ class DTensorParam(FSDPParam):
     data_parallel_dims: frozenset[int]
 
 
-def shard_parameter(
-    original: nn.Parameter,
-    owners: ParamModuleInfo,
-    info: DataParallelMeshInfo,
-    placement: Shard,
-    *,
-    offload: bool = False,
-) -> DTensorParam:
-    """Replace ``original`` on its owners by this rank's part of it, on the CPU if ``offload``.
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a parameter is to be cut: along which dim, and as what it is shown then."""
 
-    *Memory*: one padded piece. *Collective*: no.
+    dim: int
+    spec: DTensorSpec
+
+
+def cut_of(original: nn.Parameter, name: str, info: DataParallelMeshInfo, placement: Shard) -> Cut:
+    """Return how ``original`` is cut over the mesh of ``info``; changes nothing.
 
     Raises:
         NotImplementedError: not contiguous, or a dim other than 0 that does not divide.
         AssertionError: the parameter has no such dim.
         ValueError: a parameter that does not fit ``dp_mesh_dims``.
     """
-    name = owners.param_name
     if not original.is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet: {name} has "
             f"shape={tuple(original.shape)} stride={original.stride()}"
         )
-    whole = local_tensor(original) if isinstance(original, DTensor) else original.data
+    shape = local_tensor(original).shape if isinstance(original, DTensor) else original.shape
     dim = placement.dim + original.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < whole.ndim:
+    if not 0 <= dim < len(shape):
         raise AssertionError(
-            f"Shard dim {placement.dim} is invalid for {whole.ndim}D tensor: {original.shape}"
+            f"Shard dim {placement.dim} is invalid for {len(shape)}D tensor: {original.shape}"
         )
-    if dim > 0 and whole.shape[dim] % info.shard_size:
+    if dim > 0 and shape[dim] % info.shard_size:
         raise NotImplementedError(
             f"FSDP does not support uneven sharding on dim {dim}: {name} has "
-            f"{tuple(whole.shape)} (world size: {info.shard_size})"
+            f"{tuple(shape)} (world size: {info.shard_size})"
         )
-    spec = sharding_spec(original, name, info, dim)
+    return Cut(dim=dim, spec=sharding_spec(original, name, info, dim))
+
+
+def shard_parameter(
+    original: nn.Parameter,
+    owners: ParamModuleInfo,
+    info: DataParallelMeshInfo,
+    cut: Cut,
+    *,
+    offload: bool = False,
+) -> DTensorParam:
+    """Replace ``original`` on its owners by this rank's part of it, on the CPU if ``offload``.
+
+    *Memory*: one padded piece. *Collective*: no.
+    """
+    whole = local_tensor(original) if isinstance(original, DTensor) else original.data
+    dim, spec = cut.dim, cut.spec
     piece = side_by_side([Extent.of(whole.shape, dim)], info.shard_size).piece(0, info.shard_rank)
     # A copy: a view would keep the whole parameter alive until it is moved into a shard.
     local = whole.narrow(dim, piece.start, piece.stop - piece.start).clone(
@@ -110,6 +124,20 @@ def shard_parameter(
     )
     param.install(sharded)
     return param
+
+
+def portable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor of the same memory that can be saved and copied; anything else as it is.
+
+    One that is made around a piece of a shard, as ``detach`` does, takes over its storage offset.
+    Saving and copying take a tensor with an offset for one with memory of its own, and fail.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = local_tensor(tensor)
+    made = dtensor_of(local.new_empty(0), spec_of(tensor), requires_grad=False)
+    set_local_tensor(made, local)
+    return made
 
 
 class DTensorExposure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -86,13 +87,22 @@ def fsdp_class(cls: type) -> type:
     """Return the class that ``cls`` is swapped for; the same one every time."""
     swapped = _cls_to_fsdp_cls.get(cls)
     if swapped is None:
-        swapped = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
+        refused = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickling}
+        swapped = type(f"FSDP{cls.__name__}", (FSDPModule, cls), refused)
         _cls_to_fsdp_cls[cls] = swapped
     return swapped
 
 
 def _no_deepcopy(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def _no_pickling(module: nn.Module, *_args: Any) -> NoReturn:
+    """Pickling, ``torch.save`` and ``copy.copy`` of a module come here."""
+    raise pickle.PicklingError(
+        f"FSDP does not support pickling or copying a sharded module, here {type(module).__name__}."
+        " Save its state_dict(), and shard a new module to load it into."
+    )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

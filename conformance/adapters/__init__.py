@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Mapping
 from types import ModuleType
 
-from conformance.adapter import CAPABILITIES, Adapter
+from conformance.adapter import Adapter
+from conformance.adapters.declared import blaming, check_declarations, declared_variants
 from conformance.errors import UsageError, unknown
 
 BUILT_IN: Mapping[str, str] = {
@@ -69,15 +69,10 @@ def adapters_in(module: ModuleType) -> list[str]:
 def _imported(name: str, module: str) -> ModuleType:
     """The module of the adapter called `name`; what it raises is its author's to read."""
     try:
-        return importlib.import_module(module)
+        with blaming(name, f"importing {module}", but=ImportError):
+            return importlib.import_module(module)
     except ImportError as error:
         raise UsageError(f"adapter {name!r}: cannot import {module}: {error}") from error
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
-        raise UsageError(
-            f"adapter {name!r}: importing {module} raised {type(error).__name__}: {error}{place}"
-        ) from error
 
 
 def _unnamed_class(name: str) -> UsageError:
@@ -108,14 +103,17 @@ def make_adapter(name: str, variant: str = "default") -> tuple[Adapter, Mapping[
     """An adapter set up for one variant, with that variant's options.
 
     Raises:
-        UsageError: unknown adapter or variant, or a claim that is no capability.
+        UsageError: unknown adapter or variant, an adapter that cannot be set up, or one that says
+            of itself what cannot be, such as a claim that is no capability.
     """
     cls = adapter_class(name)
-    if variant not in cls.variants:
-        raise unknown(f"variant of {name}", variant, cls.variants)
-    options = cls.variants[variant]
-    adapter = cls()
-    adapter.configure(options)
-    for claim in sorted(adapter.capabilities - set(CAPABILITIES)):
-        raise unknown(f"capability (claimed by {name})", claim, CAPABILITIES, listed="capabilities")
+    variants = declared_variants(name, cls)
+    if variant not in variants:
+        raise unknown(f"variant of {name}", variant, variants)
+    options = variants[variant]
+    with blaming(name, f"{cls.__name__}()"):
+        adapter = cls()
+    with blaming(name, f"configure() for variant {variant!r}"):
+        adapter.configure(options)
+    check_declarations(name, adapter)
     return adapter, options

@@ -31,9 +31,15 @@ app = typer.Typer(
     help="Run a sharded training wrapper beside an unsharded oracle, and judge it.",
 )
 
-World = Annotated[int, typer.Option(help="Number of ranks.")]
+World = Annotated[int, typer.Option(help="Number of ranks, all on this machine.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or the type of the accelerator.")]
-Timeout = Annotated[float, typer.Option(help="Seconds after which one case is ended.")]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds that the ranks have for one case, after which it is HANG. The start of the"
+        " first ranks and the oracle's run, which has as long, come before."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of every random number.")]
 Baseline = Annotated[
     str, typer.Option(help="oracle, or ddp: what is right by DDP on the same ranks.")
@@ -41,7 +47,12 @@ Baseline = Annotated[
 Jobs = Annotated[
     int | None, typer.Option(help="Cases at once; by default what cores or accelerators allow.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing but the report.")]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", help="Nothing but the report: no progress, no notes, no line per finding."
+    ),
+]
 
 
 @app.command()
@@ -51,19 +62,31 @@ def run(  # noqa: PLR0913 - one parameter an option
     ],
     world: World = 2,
     device: Device = "auto",
-    variant: Annotated[str | None, typer.Option(help="Pattern; without it all variants.")] = None,
-    profile: Annotated[list[str] | None, typer.Option(help="Profile of checks.")] = None,
-    check: Annotated[list[str] | None, typer.Option(help="Pattern of checks.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Pattern of models.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="Pattern of variants; without it all.")
+    ] = None,
+    profile: Annotated[
+        list[str] | None, typer.Option(help="Profile of checks; repeatable.")
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(help="Pattern of checks, such as 'clip.*'; repeatable.")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Pattern of models; repeatable.")] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="Pattern of cases, such as '*/train/*'.")
+        list[str] | None,
+        typer.Option(help="Pattern of cases, such as '*/train/*'; repeatable."),
     ] = None,
     depth: Annotated[
         str | None, typer.Option(help="narrow, wide or full: how far options are crossed.")
     ] = None,
     baseline: Baseline = "oracle",
-    expect: Annotated[Path | None, typer.Option(help="File of expected findings.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the log and the histories.")] = None,
+    expect: Annotated[
+        Path | None,
+        typer.Option(help="File of known deviations: lines of 'finding pattern: reason'."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for the log and the histories.")
+    ] = None,
     jobs: Jobs = None,
     timeout: Timeout = 60.0,
     seed: Seed = 0,

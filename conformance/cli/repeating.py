@@ -10,11 +10,12 @@ from pathlib import Path
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.running import HISTORIES, known_baseline
+from conformance.cli.running import HISTORIES, check_limits, known_baseline
+from conformance.cli.show import note
 from conformance.errors import UsageError, unknown
 from conformance.expectations import Expectations
 from conformance.item import Item
-from conformance.machine import device_for
+from conformance.machine import device_for, notes
 from conformance.matrix import Matrix, NotStored
 from conformance.models import cases
 from conformance.mutants import mutant_named
@@ -31,7 +32,7 @@ from conformance.report.lines import (
     read_log,
 )
 from conformance.report.log import RunLog, status_of
-from conformance.report.text import WIDTH, finding_text, indented, report_text
+from conformance.report.text import WIDTH, finding_text, indented, number, report_text
 from conformance.scenarios import SCENARIOS
 from conformance.session import Session, Setting, Subject, slug
 from conformance.verdicts import COMPLETED, EXIT_OK, exit_status, parse_finding_id
@@ -46,9 +47,12 @@ def repro_command(
     Raises:
         UsageError: the id names nothing that exists, or the setting does not fit this machine.
     """
+    check_limits(timeout)
     item, wanted, seed = item_of(id, mutant)
+    told = notes(device, world)
     device = device_for(device, world)
     known_baseline(baseline)
+    note(told)
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
         setting = Setting(
             world=world,
@@ -100,7 +104,7 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
         ("optimizer", case.optimizer, OPTIMIZERS),
     ):
         if name not in known:
-            raise unknown(kind, name, known)
+            raise unknown(kind, name, known, listed="models" if kind == "model" else "")
     probe = probed_capabilities(check)
     if not probe and check not in CHECKS:
         raise unknown("check", check, CHECKS, listed="checks")
@@ -131,6 +135,8 @@ def detail_text(reported: Reported) -> str:
 def recheck_command(directory: Path) -> int:
     """Judge a stored run again; returns the exit status of the new findings.
 
+    A run that did not come to its end, or whose histories are not all there, is undecided at best.
+
     Raises:
         UsageError: `directory` does not hold the log of a run.
     """
@@ -141,7 +147,12 @@ def recheck_command(directory: Path) -> int:
     log, missing = judge_again(stored, directory)
     sys.stdout.write(report_text(log))
     sys.stdout.write(comparison_text(stored, log, missing) + "\n")
-    return status_of(log.reported, log.footer["stale_expectations"] if log.footer else ())
+    stale = log.footer["stale_expectations"] if log.footer else ()
+    lacks = "the run is partial" if stored.partial else "histories are missing" if missing else ""
+    status = status_of(log.reported, stale, whole=not lacks)
+    if lacks:
+        sys.stdout.write(f"{lacks}, so not everything was judged: exit status {status}\n")
+    return status
 
 
 def judge_again(stored: Log, directory: Path) -> tuple[Log, int]:
@@ -194,7 +205,8 @@ def comparison_text(stored: Log, log: Log, missing: int) -> str:
     lines += [f"new: {finding_text(after[key])}" for key in after if key not in before]
     gone = [key for key in before if key not in after]
     if gone:
-        lines.append(f"not judged again: {len(gone)} findings, of {missing} cases without history")
+        cases = number(missing, "case")
+        lines.append(f"not judged again: {len(gone)} findings, of {cases} without history")
     if not lines:
         lines = [f"recheck: all {len(after)} findings are the same"]
     return "\n".join(lines)

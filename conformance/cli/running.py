@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.show import Progress, progress_for
+from conformance.cli.show import Progress, note, progress_for
 from conformance.errors import UsageError, unknown
 from conformance.expectations import Expectations, read_expectations
 from conformance.header import header
 from conformance.item import Item
-from conformance.machine import default_jobs, device_for
+from conformance.machine import default_jobs, device_for, notes
 from conformance.matrix import Matrix
 from conformance.report.junit import write_junit
 from conformance.report.lines import LOG_NAME, Role
@@ -53,10 +53,7 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
     """
     device = device_for(options.device, options.world)
     known_baseline(options.baseline)
-    if options.jobs is not None and options.jobs < 1:
-        raise UsageError(f"--jobs {options.jobs}: at least 1")
-    if options.timeout <= 0:
-        raise UsageError(f"--timeout {options.timeout:g}: more than 0 seconds")
+    check_limits(options.timeout, options.jobs)
     expectations = read_expectations(options.expect) if options.expect else Expectations()
     work = work_of(selection, without=BASELINES[options.baseline].cannot)
     jobs = options.jobs or default_jobs(options.world, device)
@@ -69,12 +66,14 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             directory=folder / HISTORIES,
             baseline=options.baseline,
         )
+        if not options.quiet:
+            note(notes(options.device, options.world))
         fields = header(work, selection, setting, expectations, command)
         kept = options.out is not None
-        note = f"{folder / LOG_NAME} is partial" if kept else ""
+        partial = f"{folder / LOG_NAME} is partial" if kept else ""
         started = time.monotonic()
         with (
-            leaving_on_interrupt(None if kept else folder, note),
+            leaving_on_interrupt(None if kept else folder, partial),
             RunLog(folder, fields) as log,
             progress_for(len(work.items), quiet=options.quiet) as progress,
         ):
@@ -85,6 +84,18 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             write_junit(log.log, folder / "junit.xml")
         sys.stdout.write(report_text(log.log))
     return status
+
+
+def check_limits(timeout: float, jobs: int | None = None) -> None:
+    """Refuse limits under which nothing could run.
+
+    Raises:
+        UsageError: no time, or no job.
+    """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs {jobs}: at least 1")
+    if not timeout > 0:  # also if it is no number
+        raise UsageError(f"--timeout {timeout:g}: more than 0 seconds")
 
 
 def known_baseline(name: str) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.machine import default_jobs, device_for
+from conformance.cli.running import check_limits
+from conformance.cli.show import note
+from conformance.machine import default_jobs, device_for, notes
 from conformance.report.text import indented, number
 from conformance.selftest import GOOD, Diagonal, Kill, diagonal, select_mutants
 from conformance.session import Setting
@@ -23,10 +25,14 @@ def selftest_command(
     """Measure the diagonal, one line per mutant as it comes; returns the exit status.
 
     Raises:
-        UsageError: a pattern that matches no mutant, or a setting that does not fit this machine.
+        UsageError: a pattern that matches no mutant, a limit under which nothing runs, or a setting
+            that does not fit this machine.
     """
+    check_limits(timeout, jobs)
     mutants = select_mutants(patterns)
+    told = notes(device, world)
     device = device_for(device, world)
+    note(told)
     jobs = jobs or default_jobs(world, device)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:

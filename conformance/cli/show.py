@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -57,6 +57,13 @@ class Live(Progress):
         shown = ", ".join(f"{self._counts[v]} {v}" for v in Verdict if self._counts[v])
         now = f"{item.subject.adapter}/{item.planned.case}"
         self._bar.update(self._task, advance=1, verdicts=shown, now=now)
+
+
+def note(lines: Iterable[str]) -> None:
+    """Tell what is worth knowing before the work starts; beside the results, not among them."""
+    for line in lines:
+        sys.stderr.write(f"fsdp-conformance: note: {line}\n")
+    sys.stderr.flush()
 
 
 @contextmanager

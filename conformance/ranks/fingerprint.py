@@ -6,7 +6,6 @@ torch and Python keep global state. Must not know pools or messages.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 import operator
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _python_dispatch
 
+from conformance.ranks.orphans import children
 from conformance.ranks.setup import IGNORED_ENVIRONMENT
 
 __all__ = ["changes", "fingerprint", "seed_everything"]
@@ -49,7 +49,6 @@ _OWNERS: Mapping[str, Any] = {
 _OPTIMIZERS = tuple(name for name in _OWNERS if name.startswith("torch.optim."))
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())
 _handler = inspect.unwrap(signal.getsignal)  # without the search for a name of every handler
-_THREADS = "/proc/self/task"
 _MISSING = object()
 _CODE = (
     types.FunctionType,
@@ -163,16 +162,6 @@ def _threads() -> tuple[int, ...]:
     return tuple(sorted(alive))
 
 
-def _children() -> tuple[int, ...]:
-    """Process ids of live children of any thread of this process (Linux)."""
-    found: list[int] = []
-    for thread in os.listdir(_THREADS):
-        # a thread may end meanwhile
-        with contextlib.suppress(OSError), open(f"{_THREADS}/{thread}/children") as file:
-            found += map(int, file.read().split())
-    return tuple(sorted(found))
-
-
 def _autocast() -> tuple[object, ...]:
     devices = ["cpu"]
     accelerator = torch.accelerator.current_accelerator()
@@ -227,5 +216,5 @@ _SETTINGS: Mapping[str, Callable[[], Any]] = {
     "exception hooks": lambda: (sys.excepthook, threading.excepthook),
     "standard streams": lambda: (sys.stdout, sys.stderr),
     "non-daemon threads": _threads,
-    "child processes": _children,
+    "child processes": children,
 }

@@ -21,6 +21,7 @@ import socket
 import sys
 from typing import Any
 
+from conformance.ranks.orphans import adopt_orphans, children, end_children, kill_strangers
 from conformance.ranks.setup import STACK_SIGNAL, RankSetup
 from conformance.ranks.wire import WireError, receive, send
 
@@ -28,6 +29,8 @@ __all__ = ["main"]
 
 _PARENT_CHECK_MS = 1000
 _PR_SET_PDEATHSIG = 1
+_LAST_WORDS = 1.5
+"""Seconds; less than the controller waits for this process to end in order."""
 
 
 def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
@@ -45,6 +48,7 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
     try:
         _import_all([*preload, "conformance.ranks.worker"])
         gc.collect()
+        server.adopt_orphans()
         gc.freeze()  # the ranks' collections then neither visit nor copy what is shared
         send(channel, pickle.dumps({"number": 0}))
         server.loop()
@@ -80,6 +84,7 @@ class _Server:
         self._channel = channel
         self._exits_fd = exits_fd
         self._children: set[int] = set()
+        self._own: frozenset[int] = frozenset()  # children of modules that were imported
         self._parent = os.getppid()
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
@@ -100,9 +105,15 @@ class _Server:
             if self._channel.fileno() in ready and not self._answer():
                 return
 
+    def adopt_orphans(self) -> None:
+        """From now on no process that a rank has started outlives both it and this one."""
+        self._own = frozenset(children())
+        adopt_orphans()
+
     def kill_all(self) -> None:
         for pid in self._children:
             _kill_group(pid, signal.SIGKILL)
+        end_children(self._own, _LAST_WORDS)
 
     def _answer(self) -> bool:
         """Serve one request; False when there will be no more."""
@@ -156,6 +167,7 @@ class _Server:
     def _become_rank(self, setup: RankSetup, fd: int, server: int) -> None:
         os.setsid()
         _die_with_parent(server)
+        adopt_orphans()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -172,12 +184,15 @@ class _Server:
         serve(setup, socket.socket(fileno=fd))
 
     def _reap(self) -> None:
-        """Report every dead rank, after killing what is left of its process group."""
+        """Report every dead rank, after killing what is left of its process group and children."""
+        kill_strangers(self._children | self._own)
         for pid in list(self._children):
             # The zombie keeps its process id taken, so the group cannot be a stranger's.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             _kill_group(pid, signal.SIGKILL)
+            # its children became this process's when it ended; before the report, not after
+            kill_strangers(self._children | self._own)
             _, status = os.waitpid(pid, 0)
             self._children.discard(pid)
             os.write(self._exits_fd, f"{pid} {status}\n".encode())

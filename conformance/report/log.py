@@ -17,7 +17,7 @@ from conformance.report.lines import (
     dumps,
     finding_line,
 )
-from conformance.verdicts import BAD, Verdict, exit_status
+from conformance.verdicts import BAD, EXIT_OK, EXIT_UNDECIDED, Verdict, exit_status
 
 
 class RunLog:
@@ -80,9 +80,15 @@ def counts(reported: Sequence[Reported]) -> dict[str, int]:
     return {str(verdict): found[verdict] for verdict in Verdict if found[verdict]}
 
 
-def status_of(reported: Sequence[Reported], stale: Sequence[str] = ()) -> int:
-    """Exit status of a run. A failing control leaves it undecided, a probe never matters."""
+def status_of(
+    reported: Sequence[Reported], stale: Sequence[str] = (), *, whole: bool = True
+) -> int:
+    """Exit status of a run. A failing control leaves it undecided, a probe never matters.
+
+    So does what is missing, unless the run is `whole`: its cases might have failed.
+    """
     verdicts = [r.finding.verdict for r in reported if r.role is Role.JUDGED]
     control = [r.finding.verdict for r in reported if r.role is Role.CONTROL]
     verdicts += [Verdict.ERROR for verdict in control if verdict in BAD or verdict is Verdict.ERROR]
-    return exit_status(verdicts, stale_expectations=len(stale))
+    status = exit_status(verdicts, stale_expectations=len(stale))
+    return status if whole or status != EXIT_OK else EXIT_UNDECIDED

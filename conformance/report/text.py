@@ -16,6 +16,8 @@ from conformance.report.table import matrix_text
 from conformance.verdicts import BAD, COMPLETED, UNDECIDED, Finding, Verdict, adapter_label
 
 WIDTH = 100
+_EXPECTED = {Verdict.XFAIL: "as expected", Verdict.XPASS: "expected to fail"}
+"""How the reason of an expectation is told, by the verdict that it led to."""
 
 
 def report_text(log: Log) -> str:
@@ -38,7 +40,8 @@ def finding_text(reported: Reported) -> str:
     finding = reported.finding
     role = "" if reported.role is Role.JUDGED else f" ({reported.role})"
     tail = finding.sentence or _margin(finding)
-    reason = f" (expected: {reported.reason})" if reported.reason else ""
+    known = _EXPECTED.get(finding.verdict, "expected")
+    reason = f" [{known}: {reported.reason}]" if reported.reason else ""
     return f"{finding.verdict:<11} {finding.id}{role}{'  ' + tail if tail else ''}{reason}"
 
 
@@ -118,6 +121,9 @@ def summary_text(reported: Sequence[Reported], label: str) -> str:
     checks = number(len({f.check for f in findings}), "check")
     verdicts = ", ".join(f"{n} {verdict}" for verdict, n in counts(own).items())
     lines = [f"{label}: {cases}, {checks}", *indented(f"{verdicts}{_worst(findings)}", 2)]
+    expected = Counter(r.reason for r in own if r.finding.verdict is Verdict.XFAIL)
+    for reason, times in expected.items():
+        lines += indented(f"as expected: {reason} ({number(times, 'finding')})", 2)
     unsupported = [f for f in findings if f.verdict is Verdict.UNSUPPORTED]
     refused = Counter(f.sentence for f in unsupported if f.check == COMPLETED)
     for sentence, times in refused.items():
@@ -148,7 +154,13 @@ def verdict_text(log: Log) -> str:
     if log.header.get("baseline", "oracle") != "oracle":
         setting += f", baseline {log.header['baseline']}"
     if log.footer is None:
-        return f"PARTIAL: the run did not come to its end; so far {verdicts} ({setting})"
+        judged = {
+            (r.finding.adapter, r.finding.variant, r.finding.case)
+            for r in log.reported
+            if r.role is Role.JUDGED
+        }
+        far = f"{len(judged)} of {number(log.header['cases'], 'case')}"
+        return f"PARTIAL: the run did not come to its end; so far {far}: {verdicts} ({setting})"
     stale = log.footer["stale_expectations"]
     seconds, status = log.footer["seconds"], log.footer["exit_status"]
     lines = [f"stale expectation, it matches no finding: {pattern}" for pattern in stale]
@@ -187,11 +199,13 @@ def _remarks(findings: Iterable[Finding]) -> dict[str, list[str]]:
 
 
 def _worst(findings: Iterable[Finding]) -> str:
-    ratios = [(f.error / f.bound, f) for f in findings if f.error is not None and f.bound]
+    """How close what passes came to failing; what fails has a story of its own."""
+    passed = [f for f in findings if f.verdict is Verdict.PASS]
+    ratios = [(f.error / f.bound, f) for f in passed if f.error is not None and f.bound]
     if not ratios:
         return ""
     ratio, finding = max(ratios, key=lambda pair: pair[0])
-    return f"; largest error / bound {ratio:.2g} ({finding.check}, {finding.case})"
+    return f"; largest error / bound of a PASS {ratio:.2g} ({finding.check}, {finding.case})"
 
 
 def _margin(finding: Finding) -> str:

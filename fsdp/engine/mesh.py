@@ -102,10 +102,19 @@ def default_device() -> torch.device:
 def default_mesh() -> DeviceMesh:
     """Return a 1-D mesh over the default group, which is started if it was not.
 
+    Raises:
+        ValueError: the environment does not say how to start it.
+
     *Collective*: over all ranks. The device is the current accelerator, or the CPU without one.
     """
     if not dist.is_initialized():
-        dist.init_process_group()
+        try:
+            dist.init_process_group()
+        except ValueError as error:
+            raise ValueError(
+                f"there is no process group, and none could be started: {error}. Call "
+                "torch.distributed.init_process_group first, or start the script with torchrun."
+            ) from error
     return init_device_mesh(default_device().type, (dist.get_world_size(),))
 
 
@@ -182,19 +191,10 @@ def post_forward_mesh_info(
     Raises:
         ValueError: neither bool nor int, or an int that does not divide the shard size.
     """
-    if not isinstance(reshard, int):
-        raise ValueError(
-            "reshard_after_forward should be a bool or an int representing the group size to "
-            f"reshard to, not {reshard}"
-        )
+    check_reshard(reshard, info)
     if isinstance(reshard, bool):
         return info if reshard else None
     size = info.shard_size
-    if reshard < 1 or reshard > size or size % reshard:
-        raise ValueError(
-            "If passing reshard_after_forward as an int, it should be a factor of "
-            f"{size}, not {reshard}"
-        )
     if reshard == 1:
         _warn_about_one()
         return None
@@ -202,6 +202,27 @@ def post_forward_mesh_info(
         return info
     smaller = DeviceMesh(info.mesh.device_type, info.mesh.mesh.view(-1, reshard))
     return HSDPMeshInfo(smaller, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def check_reshard(reshard: object, info: DataParallelMeshInfo) -> None:
+    """Refuse what says nothing about the parameters after forward.
+
+    Raises:
+        ValueError: neither bool nor int, or an int that does not divide the shard size.
+    """
+    if not isinstance(reshard, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {reshard}"
+        )
+    size = info.shard_size
+    if not isinstance(reshard, bool) and (reshard < 1 or size % reshard):
+        divisors = ", ".join(str(k) for k in range(1, size + 1) if not size % k)
+        raise ValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{size}, not {reshard}: parameters are sharded over {size} of "
+            f"{dist.get_world_size()} ranks. Pass one of {divisors}, or True or False."
+        )
 
 
 def reshard_mesh_info(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from conformance.cli.repeating import recheck_command
 from conformance.report.lines import Role, read_log
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -24,15 +26,21 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_adapter_of_the_readme_passes_every_check(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def done(folder: Path) -> subprocess.CompletedProcess[str]:
     options = ["--depth", "narrow", *MODELS, "--device", "cpu", "--jobs", "2", "--out", "result"]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "conformance", "run", "my_adapter:MyAdapter", *options],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=240,
     )
+
+
+def test_the_adapter_of_the_readme_passes_every_check(
+    folder: Path, done: subprocess.CompletedProcess[str]
+) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nmy_adapter:MyAdapter: " in done.stdout  # under the name that was typed
     reported = read_log(folder / "result" / "run.jsonl").reported
@@ -41,3 +49,29 @@ def test_the_adapter_of_the_readme_passes_every_check(folder: Path) -> None:
     # what an adapter has to say about names and buffers is among it
     passed = {f.check for f in judged if f.verdict == "PASS"}
     assert {"gradients.value", "buffers.convention", "tied.one", "clip.gradients"} <= passed
+
+
+def rechecked(folder: Path, capsys) -> tuple[int, str]:
+    status = recheck_command(folder)
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("done")
+def test_recheck_of_a_good_run_is_good_only_if_the_run_is_whole(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    assert rechecked(folder / "result", capsys)[0] == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "result", copy)
+    log = copy / "run.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]))  # an interrupted run has no footer
+    status, shown = rechecked(copy, capsys)
+    assert status == 2
+    assert shown.endswith("the run is partial, so not everything was judged: exit status 2\n")
+    log.write_text("".join(lines))
+    next((copy / "histories").glob("my_adapter_MyAdapter*/*/case.json")).unlink()
+    status, shown = rechecked(copy, capsys)
+    assert status == 2
+    assert re.search(r"not judged again: \d+ findings, of 1 case without history", shown)
+    assert shown.endswith("histories are missing, so not everything was judged: exit status 2\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import expecttest
+import pytest
 
 from conformance.causes import Cause
 from conformance.report.lines import Reported, Role
@@ -59,10 +60,10 @@ FAIL  gradients.scale@torch.fully_shard/mlp/train/accumulation=1,optimizer=sgd#0
       fsdp-conformance repro 'gradients.scale@torch.fully_shard/mlp/train/accumulation=1,optimizer=sgd#0' --world 2 --device cpu
 
 control: torch.DistributedDataParallel agrees with the oracle on 1 plain case; largest error / bound
-0.25 (losses.value, mlp/train/accumulation=1,optimizer=sgd)
+of a PASS 0.25 (losses.value, mlp/train/accumulation=1,optimizer=sgd)
 
 torch.fully_shard: 1 case, 4 checks
-  1 PASS, 2 FAIL, 1 BLOCKED; largest error / bound 0.25 (clip.norm,
+  1 PASS, 2 FAIL, 1 BLOCKED; largest error / bound of a PASS 0.25 (clip.norm,
   mlp/train/accumulation=1,optimizer=sgd)
 
 1 PASS, 2 FAIL, 1 BLOCKED in 12.3 s (2 ranks on cpu); exit status 1
@@ -144,6 +145,30 @@ torch.fully_shard: 2 cases, 3 checks
   not claimed: clip.p2 (1 finding)
 
 1 PASS, 1 UNSUPPORTED, 2 VACUOUS in 12.3 s (2 ranks on cpu); exit status 2
+""",
+        )
+
+    def test_what_fails_as_expected_is_told_by_reason_and_not_measured(self) -> None:
+        known = finding("XFAIL", case="mlp/eval_in_step", error=0.2, bound=1e-6)
+        other = finding("XFAIL", "clip.norm", case="tiny/train", error=3.0, bound=1e-6)
+        log = log_of(
+            [
+                judged(error=1e-7, bound=1e-6),
+                Reported(finding=known, reason="stale-weights"),
+                Reported(finding=other, reason="stale-weights"),
+                Reported(finding=other, reason="empty-norm"),
+            ]
+        )
+        self.assertExpectedInline(
+            report_text(log),
+            """\
+torch.fully_shard: 3 cases, 2 checks
+  1 PASS, 3 XFAIL; largest error / bound of a PASS 0.1 (losses.value,
+  mlp/train/accumulation=1,optimizer=sgd)
+  as expected: stale-weights (2 findings)
+  as expected: empty-norm (1 finding)
+
+1 PASS, 3 XFAIL in 12.3 s (2 ranks on cpu); exit status 0
 """,
         )
 
@@ -236,7 +261,7 @@ torch.fully_shard: not claimed, but it works here (losses.value pass): you may c
 torch.fully_shard: 1 case, 1 check
   1 PASS
 
-PARTIAL: the run did not come to its end; so far 1 PASS (2 ranks on cpu)
+PARTIAL: the run did not come to its end; so far 1 of 1 case: 1 PASS (2 ranks on cpu)
 """,
         )
 
@@ -255,10 +280,17 @@ stale expectation, it matches no finding: clip.*@torch.fully_shard/*
 
 
 def test_a_plain_line_holds_verdict_id_and_sentence() -> None:
-    line = finding_text(Reported(finding=scaled(), reason="reported upstream"))
-    assert line == (
-        f"FAIL        gradients.scale@{ADAPTER}/{CASE}#0  {SCALE} (expected: reported upstream)"
+    assert finding_text(Reported(finding=scaled())) == (
+        f"FAIL        gradients.scale@{ADAPTER}/{CASE}#0  {SCALE}"
     )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "told"), [("XFAIL", "as expected"), ("XPASS", "expected to fail")]
+)
+def test_what_was_expected_stands_behind_what_was_seen(verdict: str, told: str) -> None:
+    one = Reported(finding=finding(verdict, sentence="is 1, expected 2"), reason="reported")
+    assert finding_text(one).endswith(f"  is 1, expected 2 [{told}: reported]")
 
 
 def test_a_pass_shows_how_close_it_came() -> None:

@@ -13,8 +13,8 @@ from conformance import machine
 from conformance.cli import main
 from conformance.cli.running import _folder
 from conformance.errors import UsageError
-from conformance.machine import default_jobs, device_for
-from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
+from conformance.machine import default_jobs, device_for, notes
+from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNDECIDED, EXIT_USAGE
 
 RUN = ["run", "torch.fully_shard"]
 
@@ -46,6 +46,13 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu? known: auto, cpu"),
         ([*RUN, "--jobs", "0"], "--jobs 0: at least 1"),
         ([*RUN, "--timeout", "0"], "--timeout 0: more than 0 seconds"),
+        ([*RUN, "--timeout", "nan"], "--timeout nan: more than 0 seconds"),
+        (["selftest", "--timeout", "-1"], "--timeout -1: more than 0 seconds"),
+        (["selftest", "--jobs", "0"], "--jobs 0: at least 1"),
+        (
+            ["repro", "losses.value@torch.fully_shard/mlp/train#0", "--timeout", "0"],
+            "--timeout 0: more than 0 seconds",
+        ),
         ([*RUN, "--expect", "missing.txt"], "--expect missing.txt: No such file"),
         ([*RUN, "--devise", "cpu"], "--device"),
         (["run"], "Missing argument"),
@@ -97,6 +104,79 @@ def wrap(model):
     return model
 """
 
+CANNOT_BE_SET_UP = """
+from conformance import Adapter
+
+
+class Base(Adapter):
+    def build(self, model, make_optimizer, config):
+        raise AssertionError
+
+
+class Init(Base):
+    def __init__(self):
+        raise KeyError("home")
+
+
+class Leaves(Base):
+    def __init__(self):
+        raise SystemExit(0)
+
+
+class Argument(Base):
+    def __init__(self, where):
+        pass
+
+
+class Configure(Base):
+    def configure(self, options):
+        options["depth"]
+
+
+class Raising(Base):
+    @property
+    def capabilities(self):
+        raise RuntimeError
+
+
+class Fixed(Base):
+    @property
+    def capabilities(self):
+        return {"gradients"}
+
+
+class Listed(Base):
+    capabilities = ["gradients"]
+
+
+class NoSet(Base):
+    capabilities = "gradients"
+
+
+class Claims(Base):
+    capabilities = frozenset({"gradient"})
+
+
+class NoMapping(Base):
+    variants = ["default"]
+
+
+class NoOptions(Base):
+    variants = {"default": None}
+
+
+class NoVariant(Base):
+    variants = {}
+
+
+class Choices(Base):
+    conventions = {"buffers": "rank0"}
+
+
+class Replicas(Base):
+    replicas = "2"
+"""
+
 
 @pytest.mark.parametrize(
     ("module", "name", "message"),
@@ -127,6 +207,43 @@ def wrap(model):
             "{}",
             "(your own: package.module:Class; the module {} holds none)",
         ),
+        (CANNOT_BE_SET_UP, "{}:Init", "Init() raised KeyError: 'home' (TMP/{}.py, line 12)"),
+        (CANNOT_BE_SET_UP, "{}:Leaves", "Leaves() raised SystemExit: 0 (TMP/{}.py, line 17)"),
+        (CANNOT_BE_SET_UP, "{}:Argument", "missing 1 required positional argument: 'where'\n"),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Configure",
+            "configure() for variant 'default' raised KeyError: 'depth' (TMP/{}.py, line 27)",
+        ),
+        (CANNOT_BE_SET_UP, "{}:Raising", "capabilities raised RuntimeError (TMP/{}.py, line 33)"),
+        (CANNOT_BE_SET_UP, "{}:Fixed", "setting capabilities raised AttributeError: "),
+        (CANNOT_BE_SET_UP, "{}:Listed", "must be a frozenset of names; got ['gradients']"),
+        (CANNOT_BE_SET_UP, "{}:NoSet", "must be a frozenset of names; got 'gradients'"),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Claims",
+            "(claimed by {}:Claims) 'gradient'; did you mean gradients",
+        ),
+        (CANNOT_BE_SET_UP, "{}:NoMapping", "on the class, such as"),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:NoOptions",
+            "variants['default'] must be a mapping of options; got None",
+        ),
+        (CANNOT_BE_SET_UP, "{}:NoVariant", "variants is empty, so there is nothing to judge"),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Choices",
+            "must be a conformance.Conventions; got {'buffers': 'rank0'}",
+        ),
+        (CANNOT_BE_SET_UP, "{}:Replicas", "replicas must be an int of at least 1; got '2'"),
+        (
+            "import conformance\nconformance.Conventions(buffers='rank1')",
+            "{}:Mine",
+            "importing {} raised UsageError: no choice of Conventions.buffers 'rank1'; did you"
+            " mean rank0? known: local, rank0 (TMP/{}.py, line 2)",
+        ),
+        ("raise SystemExit(0)", "{}:Mine", "importing {} raised SystemExit: 0 (TMP/{}.py, line 1)"),
         ("", "zzz{}", "torch.fully_shard (your own: package.module:Class)"),
         ("1 / 0", "{}:Mine", "importing {} raised ZeroDivisionError: division by zero ("),
         ("def f(:", "{}:Mine", "importing {} raised SyntaxError: invalid syntax ({}.py, line 1)"),
@@ -142,9 +259,32 @@ def test_a_name_that_leads_to_no_adapter_is_answered_with_those_that_are_there(
     monkeypatch.syspath_prepend(tmp_path)
     assert command(monkeypatch, "run", name.replace("{}", own), "--out", "result") == EXIT_USAGE
     shown = capsys.readouterr().err
-    assert message.replace("{}", own) in shown
+    assert message.replace("{}", own).replace("TMP", str(tmp_path)) in shown
     assert len(shown.splitlines()) == 1
     assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"# caf\xc3\xa9\na@b: r\xe9sum\xe9", "mine:2: byte 0xe9 is not UTF-8 text"),
+        (b"losses.value: no adapter", "mine:1: 'losses.value: no adapter' is not 'finding"),
+        (None, "mine: Is a directory"),
+    ],
+)
+def test_a_file_of_expectations_that_cannot_be_read_is_wrong_usage(
+    tmp_path: Path, monkeypatch, capsys, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "mine"
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert (
+        command(monkeypatch, *RUN, "--expect", str(path), "--out", str(tmp_path / "o"))
+        == EXIT_USAGE
+    )
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("name", [".hidden", "notes.txt"])
@@ -240,6 +380,51 @@ def test_more_ranks_than_accelerators_are_refused_with_the_remedy(monkeypatch) -
     monkeypatch.setattr(machine, "accelerator", lambda: ("xpu", 1))
     with pytest.raises(UsageError, match="--world 2: 1 xpu device here; use --world 1 or --device"):
         device_for("xpu", 2)
+
+
+SHARED = "ranks share 2 cores: cases take longer, and --timeout may have to be longer too"
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "world", "told"),
+    [
+        (0, "auto", 2, []),
+        (0, "cpu", 3, [f"3 {SHARED}"]),
+        (0, "auto", 99, [f"99 {SHARED}"]),
+        (1, "auto", 2, ["the ranks run on cpu: 2 ranks, and 1 of xpu here"]),
+        (4, "auto", 5, ["the ranks run on cpu: 5 ranks, and 4 of xpu here", f"5 {SHARED}"]),
+        (4, "cpu", 2, []),
+        (4, "auto", 4, []),
+        (4, "xpu", 4, []),
+    ],
+)
+def test_a_user_is_told_when_ranks_have_to_share(
+    monkeypatch, count: int, asked: str, world: int, told: list[str]
+) -> None:
+    monkeypatch.setattr(machine, "accelerator", lambda: ("xpu", count) if count else ("cpu", 0))
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    assert notes(asked, world) == told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(RUN, True), ([*RUN, "--quiet"], False), (["selftest"], True)],
+    ids=["run", "run --quiet", "selftest"],
+)
+def test_notes_stand_beside_the_results(
+    monkeypatch,
+    capsys,
+    arguments: list[str],
+    told: bool,  # noqa: FBT001
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr("conformance.cli.running.judge_all", lambda *_: None)
+    monkeypatch.setattr("conformance.cli.selftesting.diagonal", lambda *_, **__: [])
+    # nothing is judged, which proves nothing
+    assert command(monkeypatch, *arguments, "--device", "cpu", "--world", "5") == EXIT_UNDECIDED
+    shown = capsys.readouterr()
+    assert shown.err == (f"fsdp-conformance: note: 5 {SHARED}\n" if told else "")
+    assert "note" not in shown.out
 
 
 @pytest.mark.parametrize(

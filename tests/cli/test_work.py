@@ -172,8 +172,8 @@ def test_only_completion_can_be_asked_of_every_case() -> None:
         ({"checks": ("losses.valu",)}, "did you mean losses.value"),
         ({"models": ("mpl",)}, "did you mean mlp"),
         ({"profiles": ("cor",)}, "did you mean core"),
-        ({"cases": ("mlp/trian/*",)}, r"no case 'mlp/trian/\*'; nearest: mlp/train/"),
-        ({"cases": ("mlp/train/*", "x/y")}, "no case 'x/y'; nearest: "),
+        ({"cases": ("mlp/trian/*",)}, r"no case 'mlp/trian/\*'; did you mean 'mlp/train/\*'\?"),
+        ({"cases": ("mlp/train/*", "x/y")}, "no case 'x/y'; this run has"),
         ({"cases": ("mlp/two_forwards",)}, "mlp/two_forwards is left out by the adapter's claims"),
         (
             {"cases": ("transformer/train/*sgd",), "depth": Depth.NARROW},
@@ -188,16 +188,14 @@ def test_a_name_that_leads_to_nothing_is_wrong_usage(fields, message: str) -> No
         work_of(Selection(**{"adapters": (DDP,), **fields}))
 
 
-def test_a_case_that_is_not_there_is_answered_with_five_that_are_and_where_all_are() -> None:
+def test_a_case_that_is_not_there_is_answered_with_where_all_are() -> None:
     with pytest.raises(UsageError) as refused:
         work_of(Selection(adapters=(DDP,), variant="default", cases=("mlp/trian/*",)))
     items = work_of(Selection(adapters=(DDP,), variant="default")).items
     judged = {str(i.planned.case) for i in items if i.role is Role.JUDGED}
-    text = str(refused.value)
-    assert f"; this run has {len(judged)}, and fsdp-conformance list cases shows all" in text
-    near = text.partition("nearest: ")[2].partition(";")[0].split(", ")
-    assert len(near) == 5
-    assert set(near) <= judged
+    assert str(refused.value).endswith(
+        f"? this run has {len(judged)}, and fsdp-conformance list cases shows all"
+    )
 
 
 def test_every_case_stands_at_the_least_depth_that_takes_it() -> None:

@@ -385,3 +385,28 @@ def test_a_model_may_call_checkpoint_itself(
     face: str, kind: type[Checkpointing], *, units: bool
 ) -> None:
     on_ranks(_by_hand, 2, face=face, kind=kind, units=units)
+
+
+def _kept_for_backward(context: RankContext, face: str, kind: CheckpointImpl | None) -> int:
+    """Bytes that one forward keeps for backward, of which the parameters are a small part."""
+    again: Wrap = (lambda block: block) if kind is None else checkpointing(kind)
+    model = arranged("inside", face, again)
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    inputs = batch(0, context.rank).repeat(512, 1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss_of(model, inputs)
+    return sum(kept.values())
+
+
+@FACE
+@IMPLEMENTATION
+def test_a_checkpoint_keeps_less_for_backward(face: str, kind: CheckpointImpl) -> None:
+    without = on_ranks(_kept_for_backward, 2, face=face, kind=None)
+    found = on_ranks(_kept_for_backward, 2, face=face, kind=kind)
+    assert max(found) < min(without) / 2, f"{found} bytes, {without} without a checkpoint"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from conformance.ranks import RankContext
@@ -96,6 +99,22 @@ def replaced() -> None:
 def plain_on_named_mesh() -> None:
     named = mesh(2, 1, names=("dp", "tp"))
     fully_shard(linear(), mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def root_first() -> None:
+    model = nn.Sequential(linear())
+    fully_shard(model)
+    fully_shard(model[0])
+
+
+class _Named:
+    """Classes that have the names of this package's."""
+
+    class MixedPrecisionPolicy:
+        pass
+
+    class CPUOffloadPolicy:
+        pass
 
 
 def reset_inner() -> None:
@@ -234,6 +253,158 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "reduce_dtype must be a floating-point dtype",
     ),
     "empty_list": (lambda: fully_shard([]), ValueError, "empty sequence"),
+    "no_module": (
+        lambda: fully_shard(None),
+        TypeError,
+        "fully_shard shards an nn.Module or a sequence of them, got None",
+    ),
+    "parameters": (
+        lambda: fully_shard(linear().parameters()),
+        TypeError,
+        "got a sequence with Parameter of shape (10, 10)",
+    ),
+    "module_dict": (lambda: fully_shard({"a": linear()}), TypeError, "of them, got dict {'a'"),
+    "module_class": (lambda: fully_shard(nn.Linear), TypeError, "of them, got <class 'torch.nn"),
+    "none_in_list": (
+        lambda: fully_shard([linear(), None]),
+        TypeError,
+        "got a sequence with None",
+    ),
+    "mesh_name": (
+        lambda: fully_shard(linear(), mesh="x"),
+        TypeError,
+        "fully_shard: mesh must be a DeviceMesh, got str 'x'; make one by init_device_mesh",
+    ),
+    "mesh_group": (
+        lambda: fully_shard(linear(), mesh=dist.group.WORLD),
+        TypeError,
+        "make one with DeviceMesh.from_group",
+    ),
+    "mesh_device": (
+        lambda: fully_shard(linear(), mesh=DeviceMesh("meta", [0, 1])),
+        ValueError,
+        "fully_shard: the mesh is of 'meta' devices, and here are cpu",
+    ),
+    "mp_none": (
+        lambda: fully_shard(linear(), mp_policy=None),
+        TypeError,
+        "fully_shard: mp_policy must be a MixedPrecisionPolicy of fsdp, got None; leave it out",
+    ),
+    "mp_dtype": (
+        lambda: fully_shard(linear(), mp_policy=torch.bfloat16),
+        TypeError,
+        "pass MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+    ),
+    "mp_class": (
+        lambda: fully_shard(linear(), mp_policy=MixedPrecisionPolicy),
+        TypeError,
+        "got <class 'fsdp.api.MixedPrecisionPolicy'>",
+    ),
+    "mp_other": (
+        lambda: fully_shard(linear(), mp_policy=_Named.MixedPrecisionPolicy()),
+        TypeError,
+        "; policies of torch.distributed.fsdp are other classes",
+    ),
+    "offload_true": (
+        lambda: fully_shard(linear(), offload_policy=True),
+        TypeError,
+        "fully_shard: offload_policy must be an OffloadPolicy of fsdp, got bool True; pass"
+        " CPUOffloadPolicy() to offload",
+    ),
+    "offload_class": (
+        lambda: fully_shard(linear(), offload_policy=CPUOffloadPolicy),
+        TypeError,
+        "got <class 'fsdp.api.CPUOffloadPolicy'>",
+    ),
+    "offload_other": (
+        lambda: fully_shard(linear(), offload_policy=_Named.CPUOffloadPolicy()),
+        TypeError,
+        "; policies of torch.distributed.fsdp are other classes",
+    ),
+    "ignored_name": (
+        lambda: fully_shard(linear(), ignored_params={"weight"}),
+        TypeError,
+        "a member of ignored_params must be a parameter, got str 'weight'; pass"
+        " module.get_parameter('weight')",
+    ),
+    "ignored_module": (
+        lambda: fully_shard(linear(), ignored_params=linear()),
+        TypeError,
+        "ignored_params must be a set of parameters, got Linear Linear(in_features=10",
+    ),
+    "ignored_bool": (
+        lambda: fully_shard(linear(), ignored_params=True),
+        TypeError,
+        "ignored_params must be a set of parameters, got bool True",
+    ),
+    "ignored_one": (
+        lambda: fully_shard(linear(), ignored_params=linear().weight),
+        TypeError,
+        "ignored_params must be a set of parameters, got Parameter of shape (10, 10)",
+    ),
+    "placement_fn": (
+        lambda: fully_shard(linear(), shard_placement_fn="x"),
+        TypeError,
+        "fully_shard: shard_placement_fn must be a function of a parameter, got str 'x'",
+    ),
+    "placement_no_fn": (
+        lambda: fully_shard(linear(), shard_placement_fn=Shard(1)),
+        TypeError,
+        "pass lambda param: Shard(1)",
+    ),
+    "dims_name": (
+        lambda: fully_shard(linear(), dp_mesh_dims="dp"),
+        TypeError,
+        "fully_shard: dp_mesh_dims must be a DataParallelMeshDims of fsdp, got str 'dp'",
+    ),
+    "reshard_without_parameters": (
+        lambda: fully_shard(nn.ReLU(), reshard_after_forward="yes"),
+        ValueError,
+        "reshard_after_forward should be a bool or an int",
+    ),
+    "int_no_factor_remedy": (
+        lambda: fully_shard(linear(), reshard_after_forward=3),
+        ValueError,
+        "a factor of 2, not 3: parameters are sharded over 2 of 2 ranks. Pass one of 1, 2, or True",
+    ),
+    "root_first": (
+        root_first,
+        ValueError,
+        "an earlier call, on FSDPSequential, has sharded parameter 'weight' of Linear already."
+        " Call fully_shard on inner modules first",
+    ),
+    "pickle": (
+        lambda: pickle.dumps(sharded()),
+        pickle.PicklingError,
+        "FSDP does not support pickling or copying a sharded module, here FSDPLinear. Save its"
+        " state_dict()",
+    ),
+    "torch_save": (
+        lambda: torch.save(nn.Sequential(sharded()), io.BytesIO()),
+        pickle.PicklingError,
+        "FSDP does not support pickling",
+    ),
+    "copy": (lambda: copy.copy(sharded()), pickle.PicklingError, "pickling or copying"),
+    "cast_type": (
+        lambda: MixedPrecisionPolicy(cast_forward_inputs="no"),
+        TypeError,
+        "MixedPrecisionPolicy: cast_forward_inputs must be a bool, got 'no'",
+    ),
+    "pin_type": (
+        lambda: CPUOffloadPolicy(pin_memory="no"),
+        TypeError,
+        "CPUOffloadPolicy: pin_memory must be a bool, got 'no'",
+    ),
+    "dims_type": (
+        lambda: DataParallelMeshDims(shard=1),
+        TypeError,
+        "DataParallelMeshDims: shard must be the name of a mesh dim or several, got 1",
+    ),
+    "dims_empty": (
+        lambda: DataParallelMeshDims(shard=()),
+        ValueError,
+        "At least one of shard or replicate must be set",
+    ),
 }
 
 
@@ -245,6 +416,86 @@ def _raises(context: RankContext, case: str) -> list[str]:
 def test_bad_input_is_named_on_every_rank(case: str) -> None:
     _, kind, fragment = CASES[case]
     named_on_every_rank(on_ranks(_raises, 2, case=case), kind, fragment)
+
+
+def _half_good() -> nn.Module:
+    """Its last parameter cannot be sharded."""
+    model = nn.Sequential(linear(), linear())
+    model.strided = nn.Parameter(torch.randn(DIM, DIM + 1).t())
+    return model
+
+
+UNCHANGED: dict[str, dict[str, Any]] = {
+    "parameter": {},
+    "placement": {"shard_placement_fn": lambda p: Shard(p.ndim)},
+    "function": {"shard_placement_fn": lambda p: 1 / 0 if p.ndim == 1 else None},
+    "number": {"reshard_after_forward": 3},
+    "policy": {"mp_policy": None},
+}
+
+
+def _refused(context: RankContext, what: str) -> list[Any]:
+    model = _half_good()
+    before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
+    name = error_of(lambda: fully_shard(model, **UNCHANGED[what]))[0]
+    after = {name: (id(p), p.shape) for name, p in model.named_parameters()}
+    del model.strided
+    fully_shard(model)  # no trace is left of the first call
+    model(batch(0, context.rank))
+    return [name, before == after]
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("parameter", "NotImplementedError"),
+        ("placement", "AssertionError"),
+        ("function", "ZeroDivisionError"),
+        ("number", "ValueError"),
+        ("policy", "TypeError"),
+    ],
+)
+def test_a_refused_call_changes_nothing(what: str, error: str) -> None:
+    assert agreed(_refused, 2, what=what) == [error, True]
+
+
+def _outside(context: RankContext) -> list[str]:
+    inside = DeviceMesh("cpu", [0])
+    return error_of(lambda: fully_shard(linear(), mesh=inside)(batch(0, 0)))
+
+
+def test_a_rank_that_is_not_in_the_mesh_is_told_so() -> None:
+    inside, outside = on_ranks(_outside, 2)
+    assert inside == ["", ""]
+    assert outside[0] == "ValueError"
+    assert outside[1].startswith("fully_shard: rank 1 is not in the mesh, whose ranks are [0].")
+
+
+def test_a_missing_group_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    kind, text = error_of(lambda: fully_shard(linear()))
+    assert kind == "ValueError"
+    assert "there is no process group, and none could be started: Error initializing" in text
+    assert text.endswith("init_process_group first, or start the script with torchrun.")
+
+
+def _ignored_part(context: RankContext, names: list[str]) -> list[list[str]]:
+    """What the outer call ignores, an inner one that ignores the rest may shard later."""
+    model = nn.Sequential(linear(), linear())
+    kinds = []
+    later = {model[0].get_parameter(name) for name in names}
+    fully_shard(model, ignored_params=later)
+    kinds.append([type(p).__name__ for p in model.parameters()])
+    fully_shard(model[0], ignored_params=set(model[0].parameters()) - later)
+    kinds.append([type(p).__name__ for p in model.parameters()])
+    return kinds
+
+
+@pytest.mark.parametrize("names", [["bias"], ["weight", "bias"]])
+def test_parameters_that_an_outer_call_ignored_may_be_sharded_later(names: list[str]) -> None:
+    before, after = agreed(_ignored_part, 2, names=names)
+    assert before.count("Parameter") == len(names)
+    assert after == ["DTensor"] * 4
 
 
 def _different_models(context: RankContext, what: str) -> str:

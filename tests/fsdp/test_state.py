@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,6 +134,39 @@ def _shares_memory(context: RankContext) -> bool:
 
 def test_a_state_dict_shares_memory_with_the_parameters() -> None:
     assert agreed(_shares_memory, 2) is True
+
+
+def _saved_and_loaded(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "torch.save": _saved_and_loaded,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+def _copied(context: RankContext, how: str) -> None:
+    model = shard_blocks(build())
+    train_sharded(model, context.rank)
+    copied = COPIES[how](model.state_dict())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()  # the copy has memory of its own
+    model.load_state_dict(copied)
+    plain = build()
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_state_dict_can_be_saved_and_copied(world: int, how: str) -> None:
+    on_ranks(_copied, world, how=how)
 
 
 def _checkpoint(context: RankContext) -> None:

@@ -21,6 +21,8 @@ from torch import nn
 
 from conformance.ranks import RankContext, SkipRank
 
+WAIT = "import time; time.sleep(300)"
+
 
 def sum_over_ranks(context: RankContext, *, size: int = 3) -> list[float]:
     values = torch.full((size,), float(context.rank + 1), device=context.device)
@@ -168,11 +170,11 @@ def wait_inside_the_call(context: RankContext) -> None:
         time.sleep(60)
 
 
-def die_with_a_child(context: RankContext, *, path: str) -> None:
+def die_with_children(context: RankContext, *, path: str) -> None:
     if context.rank == 1:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        pids = [_child(), _child(start_new_session=True), _daemon()]
         with open(path, "w") as file:
-            file.write(str(child.pid))
+            file.write(" ".join(map(str, pids)))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -314,10 +316,27 @@ def fork_a_child_that_returns(context: RankContext) -> str:
 
 
 def write_pids_and_wait(context: RankContext, *, path: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    """The rank, its child, one in a session of its own, a daemon, and the forkserver."""
+    pids = [os.getpid(), _child(), _child(start_new_session=True), _daemon(), os.getppid()]
     with open(path, "a") as file:
-        file.write(f"{os.getpid()} {child.pid} {os.getppid()}\n")
+        file.write(" ".join(map(str, pids)) + "\n")
     time.sleep(300)
+
+
+def _child(**how: Any) -> int:
+    return subprocess.Popen([sys.executable, "-S", "-c", WAIT], **how).pid
+
+
+def _daemon() -> int:
+    """A process in a session of its own whose parent has ended."""
+    start = (
+        "import subprocess, sys;"
+        f" child = subprocess.Popen([sys.executable, '-S', '-c', {WAIT!r}],"
+        " start_new_session=True, stdout=subprocess.DEVNULL);"
+        " print(child.pid)"
+    )
+    ran = subprocess.run([sys.executable, "-S", "-c", start], stdout=subprocess.PIPE, check=True)
+    return int(ran.stdout)
 
 
 def sum_on_a_mesh_of_two_dimensions(context: RankContext) -> float:

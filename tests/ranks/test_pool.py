@@ -314,13 +314,13 @@ def test_a_bounded_job_leaves_no_process(pool: RankPool, tmp_path: Path) -> None
     assert_next_job_runs(pool)
     outcome = pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=2)
     assert outcome.verdict is RankVerdict.HANG
-    pids = [int(pid) for line in path.read_text().splitlines() for pid in line.split()[:2]]
-    assert len(pids) == 4
+    pids = [int(pid) for line in path.read_text().splitlines() for pid in line.split()[:4]]
+    assert len(pids) == 8
     assert wait_until_dead(pids, 2.0) == []
 
 
 def test_the_children_of_a_rank_that_dies_die_too(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "pid"
-    outcome = pool.run(Job.of(jobs.die_with_a_child, path=str(path)))
+    outcome = pool.run(Job.of(jobs.die_with_children, path=str(path)))
     assert outcome.verdict is RankVerdict.CRASH
-    assert wait_until_dead([int(path.read_text())], 2.0) == []
+    assert wait_until_dead([int(pid) for pid in path.read_text().split()], 2.0) == []

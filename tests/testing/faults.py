@@ -166,6 +166,18 @@ def a_child_outlives_it(at: Place) -> None:
         subprocess.Popen([sys.executable, "-S", "-c", CHILD])
 
 
+def a_session_outlives_it(at: Place) -> None:
+    if at.rank == 1:
+        subprocess.Popen([sys.executable, "-S", "-c", CHILD], start_new_session=True)
+
+
+def a_daemon_outlives_it(at: Place) -> None:
+    """Its parent has ended, and it is in a session of its own."""
+    if at.rank == 1:
+        command = f"setsid {sys.executable} -S -c '{CHILD}' &"
+        subprocess.run(["sh", "-c", command], check=True)
+
+
 def a_thread_never_ends(at: Place) -> None:
     if at.rank == 1:
         threading.Thread(target=time.sleep, args=(LONG,)).start()
@@ -328,6 +340,8 @@ ROWS = (
     hangs(ignores_sigterm, "rank 1 did not end within"),
     passes(writes_100_megabytes, seconds=10.0),
     passes(a_child_outlives_it),
+    passes(a_session_outlives_it),
+    passes(a_daemon_outlives_it),
     passes(a_thread_never_ends),
     Row(
         fault=out_of_memory,

@@ -1,0 +1,65 @@
+"""Processes whose parent has ended while they live on, also those in a session of their own.
+
+On Linux a process can have the orphans below it given to itself instead of to the init process.
+Each rank does that, so that they count as its children while it lives, and the forkserver does, so
+that it gets, and ends, what a dead rank leaves. Elsewhere nothing is found: a process group is then
+all that ends with its rank. Knows process ids; must not know ranks or jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+
+__all__ = ["adopt_orphans", "children", "end_children", "kill_strangers"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_THREADS = "/proc/self/task"
+_TICK = 0.01
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan below it; not inherited by its children."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> tuple[int, ...]:
+    """Process ids of the children of any thread of this process, dead ones too, in order."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError):  # no such folder: not Linux
+        for thread in os.listdir(_THREADS):
+            # a thread may end meanwhile
+            with contextlib.suppress(OSError), open(f"{_THREADS}/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return tuple(sorted(found))
+
+
+def kill_strangers(known: Collection[int]) -> None:
+    """Kill and reap every child of this process that is not among `known`.
+
+    What those leave behind comes to this process in its turn, so call it again whenever a child
+    has ended. An id cannot be a stranger's: its process stays a child until it is reaped here.
+    """
+    for pid in children():
+        if pid not in known:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def end_children(known: Collection[int], timeout: float) -> None:
+    """Kill every child of this process that is not among `known`, and what it leaves behind.
+
+    *Blocks* until there is none, `timeout` seconds at most.
+    """
+    deadline = time.monotonic() + timeout
+    while set(children()) - set(known) and time.monotonic() < deadline:
+        kill_strangers(known)
+        time.sleep(_TICK)
