@@ -127,7 +127,7 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
     """
     selection = Selection(
         adapters=(adapter if isinstance(adapter, str) else name_of(adapter),),
-        variant=variant,
+        variants=() if variant is None else (variant,),
         profiles=tuple(profiles),
         checks=tuple(checks),
         models=tuple(models),

@@ -40,17 +40,17 @@ class Selection:
 
     Attributes:
         adapters: names, in the order of the report.
-        variant: pattern over variant names; ``None`` takes all.
+        variants: patterns over variant names; empty takes all.
         profiles: names of profiles; empty takes all.
         checks: patterns over check ids; empty takes all.
         models: patterns over model names; empty takes all.
         cases: patterns over cases, such as ``*/train/*``; empty takes all.
-        depth: of every variant; ``None`` takes an adapter's first, or what `variant` names, wide
+        depth: of every variant; ``None`` takes an adapter's first, or what `variants` name, wide
             and the others narrow.
     """
 
     adapters: tuple[str, ...]
-    variant: str | None = None
+    variants: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Selection:
     @property
     def narrowed(self) -> bool:
         """Whether something that belongs to the adapters is left out."""
-        names = (self.variant, self.profiles, self.checks, self.models, self.cases)
+        names = (self.variants, self.profiles, self.checks, self.models, self.cases)
         return any(names) or self.depth is Depth.NARROW
 
 
@@ -89,7 +89,7 @@ def work_of(selection: Selection, *, without: Collection[str] = ()) -> Work:
     subjects = [
         [
             (subject, make_adapter(subject.adapter, subject.variant)[0])
-            for subject in variants_of(name, selection.variant)
+            for subject in variants_of(name, selection.variants)
         ]
         for name in names
     ]
@@ -98,7 +98,7 @@ def work_of(selection: Selection, *, without: Collection[str] = ()) -> Work:
     judged: list[Item] = []
     for variants in subjects:
         for index, (subject, adapter) in enumerate(variants):
-            first = index == 0 or selection.variant is not None
+            first = index == 0 or bool(selection.variants)
             depth = selection.depth or (Depth.WIDE if first else Depth.NARROW)
             cases_of = plan(adapter.capabilities, checks, chosen, depth=depth)
             judged += [Item(subject=subject, planned=planned) for planned in cases_of]
@@ -151,16 +151,21 @@ def _no_case(pattern: str, planned: Collection[str]) -> UsageError:
     )
 
 
-def variants_of(adapter: str, pattern: str | None) -> list[Subject]:
-    """The variants of an adapter that `pattern` matches, or all of them.
+def variants_of(adapter: str, patterns: Sequence[str]) -> list[Subject]:
+    """The variants of an adapter that one of `patterns` matches; all without patterns.
 
     Raises:
-        UsageError: no such adapter, or the pattern matches none of its variants.
+        UsageError: no such adapter, or a pattern matches none of its variants.
     """
     variants = declared_variants(adapter, adapter_class(adapter))
-    names = [name for name in variants if pattern is None or matches(name, pattern)]
-    if not names:
-        raise unknown(f"variant of {adapter}", pattern or "", variants, patterns=True)
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in variants):
+            raise unknown(f"variant of {adapter}", pattern, variants, patterns=True)
+    names = [
+        name
+        for name in variants
+        if not patterns or any(matches(name, pattern) for pattern in patterns)
+    ]
     return [Subject(adapter=adapter, variant=name) for name in names]
 
 

@@ -28,6 +28,7 @@ from fsdp.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp.optim_state.vocabulary import OptimStateKeyType
 from fsdp.placement import ShardPlacementResult
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_options import (
@@ -35,8 +36,12 @@ from fsdp.wrapper_options import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -58,13 +63,18 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "HSDPMeshInfo",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ReduceScatter",
     "ShardPlacementResult",
     "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",

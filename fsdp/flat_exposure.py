@@ -101,7 +101,8 @@ class FlatExposure(BaseExposure):
 
     def leaf(self, param: FlatParam, whole: torch.Tensor) -> nn.Parameter:
         """Make the leaf, a plain tensor: no parameter but the flat one is registered."""
-        made = param.restored(whole.view(-1)).requires_grad_(self.flat.requires_grad)
+        # Not a view for autograd, which speaks of views instead of parameters in its errors.
+        made = param.restored(whole.view(-1)).data.requires_grad_(self.flat.requires_grad)
         return cast("nn.Parameter", made)
 
     def show_sharded(self, params: Sequence[FlatParam]) -> None:

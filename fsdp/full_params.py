@@ -63,6 +63,29 @@ def whole_params(
     *Collective* over the shard group. *Memory*: the whole parameters. *Blocks* the current stream
     until the gather is over (the host, without streams).
     """
+    with taken_out(state) as group, ExitStack() as stack:
+        if group is None:
+            yield None
+            return
+        full = _gather(group)
+        # Now: while whole parameters are registered, the gradients are put aside.
+        gradients = WholeGradients(group) if with_grads else None
+        if show:
+            if offload_to_cpu:
+                full = full.cpu()
+            stack.enter_context(_opened(group, full, gradients, writeback=writeback))
+        yield full
+
+
+@contextmanager
+def taken_out(state: FSDPState) -> Iterator[FSDPParamGroup | None]:
+    """Take one idle unit out of training for a while; inside, its shard is what was registered.
+
+    Yields:
+        The group of the unit, which is sharded; None for a unit without parameters.
+
+    *Collective* over the shard group, if the unit was whole: it is again afterwards, anew.
+    """
     if not state.groups:
         state.enter(TrainingState.SUMMON_FULL_PARAMS)
         try:
@@ -77,15 +100,7 @@ def whole_params(
     state.enter(TrainingState.SUMMON_FULL_PARAMS)
     group.enter(TrainingState.SUMMON_FULL_PARAMS)
     try:
-        with ExitStack() as stack:
-            full = _gather(group)
-            # Now: while whole parameters are registered, the gradients are put aside.
-            gradients = WholeGradients(group) if with_grads else None
-            if show:
-                if offload_to_cpu:
-                    full = full.cpu()
-                stack.enter_context(_opened(group, full, gradients, writeback=writeback))
-            yield full
+        yield group
     finally:
         group.enter(TrainingState.IDLE)
         state.enter(TrainingState.IDLE)

@@ -2,7 +2,7 @@
 
 The constructor makes the module a unit of the engine (``wrapper_making.py``); ``forward`` runs it
 inside that unit. The verbs come from ``wrapper_gradients.py``, ``wrapper_params.py`` and
-``wrapper_state_dict.py``.
+``state_dict/face.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.engine.forward import post_forward, pre_forward
 from fsdp.engine.hooks import untraced
+from fsdp.optim_state.face import OptimizerStates
+from fsdp.state_dict.face import States
 from fsdp.wrap import Policy, PolicyFn
 from fsdp.wrapper_checks import Arguments
 from fsdp.wrapper_environment import Environment
@@ -39,11 +41,10 @@ from fsdp.wrapper_options import (
 from fsdp.wrapper_owned import owned_modules, resolve_ignored
 from fsdp.wrapper_params import WholeParameters
 from fsdp.wrapper_start import follow_mode, is_root, start
-from fsdp.wrapper_state_dict import States
 from fsdp.wrapper_unit import units_of
 
 
-class FullyShardedDataParallel(Gradients, WholeParameters, States):
+class FullyShardedDataParallel(Gradients, WholeParameters, States, OptimizerStates):
     """Shards the parameters of ``module`` over ranks, end to end in one flat parameter.
 
     Args:
@@ -127,12 +128,16 @@ class FullyShardedDataParallel(Gradients, WholeParameters, States):
         self._state_dict_settings = StateDictSettings()
         self._nested = False
         self._buffer_dtypes = {}
-        self._loading = self._order = None
+        self._loading = self._finish_save = self._order = None
+        self._saving = False
+        self._device_mesh = device_mesh
         make_unit(self, module, mesh, device)
         for unit in units_of(module):
             unit._nested = True
+            if unit._state.mesh_info.mesh is mesh:  # the policy's units got it from here
+                unit._device_mesh = device_mesh
         self._fsdp_wrapped_module = module
-        self._install_load_hooks()
+        self._install_state_hooks()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole parameters.

@@ -19,10 +19,12 @@ from fsdp.engine.unit import FSDPState
 from fsdp.flat_exposure import FlatExposure
 from fsdp.flat_parameter import (
     EndToEnd,
+    FlatParam,
     check_flattenable,
     flatten,
 )
-from fsdp.original_exposure import OriginalExposure
+from fsdp.optim_state.refusal import expect_elementwise
+from fsdp.original_exposure import OriginalExposure, original_of
 from fsdp.wrap import Policy, PolicyFn, choose_targets, one_of, post_order, replace_targets
 from fsdp.wrapper_checks import Arguments
 from fsdp.wrapper_mesh import mesh_info
@@ -123,6 +125,18 @@ def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: to
     )
     after = info if STRATEGIES[given.sharding_strategy].reshards else None
     state.groups.append(FSDPParamGroup(pieces, (unit,), info, after, options))
+    _refuse_optimizers(unit, pieces, is_part=info.shard_size > 1)
+
+
+def _refuse_optimizers(unit: WrappedUnit, pieces: Sequence[FlatParam], *, is_part: bool) -> None:
+    """Let optimizers that need whole tensors raise, unless they get them."""
+    names = [f"{type(p.info.module).__name__}.{p.info.param_name}" for p in pieces]
+    flat = unit._flat_param
+    if flat is not None:
+        expect_elementwise(flat, names[0], is_part=is_part)
+    elif is_part:
+        for piece, name in zip(pieces, names, strict=True):
+            expect_elementwise(original_of(piece), name, is_part=True)
 
 
 def _exposure(

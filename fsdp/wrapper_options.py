@@ -112,6 +112,21 @@ class FullStateDictConfig(StateDictConfig):
 
 
 @dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Options of the local form."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Options of the sharded form.
+
+    ``_use_dtensor`` is set from the presence of a device mesh: its values are DTensors then.
+    """
+
+    _use_dtensor: bool = False
+
+
+@dataclass
 class OptimStateDictConfig:
     """Options of optimizer states: whether the tensors are moved to host memory."""
 
@@ -123,6 +138,20 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """Options of full optimizer states: whether rank 0 alone gets it."""
 
     rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options of local optimizer states."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Options of sharded optimizer states; ``_use_dtensor`` as in those of the model."""
+
+    _use_dtensor: bool = False
 
 
 @dataclass

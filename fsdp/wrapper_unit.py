@@ -6,11 +6,11 @@ Nothing runs here; the verbs are in the modules that build on this one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.engine.state import TrainingState
 from fsdp.engine.unit import FSDPState
@@ -38,12 +38,15 @@ class WrappedUnit(nn.Module):
     _ignored_modules: set[nn.Module]
     _ignored_params: set[nn.Parameter]
     _nested: bool  # whether another unit was made around this one
+    _device_mesh: DeviceMesh | None  # what the user gave; None if that was groups, or nothing
     _buffers_owned: list[tuple[nn.Module, str]]
     _buffer_dtypes: dict[torch.Tensor, torch.dtype]  # original dtypes of the buffers that were cast
     _state_dict_settings: StateDictSettings
     _comm_hook: Callable[..., Any] | None = None
     _comm_hook_state: object = None
-    _loading: ExitStack | None  # what a load under way has opened
+    _saving: bool  # whether a save is under way in which this unit takes part
+    _finish_save: Any  # what brings this unit's entries into their form, while it is saved
+    _loading: Any  # the load under way in which this unit takes part
     _order: Any  # a ForwardOrder while there is one to record or to compare
 
     @property

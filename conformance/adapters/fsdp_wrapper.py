@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
-from conformance.adapter import StateKind, Wrapped, clean_fqn
-from conformance.adapters.covering import CoveringAdapter, pairs
+from conformance.adapter import clean_fqn
+from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
-from conformance.adapters.torch_checkpoint import from_rank0
+from conformance.adapters.flat_states import STATES, FlatStatesAdapter, StateTypes
+from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_options import (
@@ -18,7 +19,11 @@ from fsdp.wrapper_options import (
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -56,8 +61,8 @@ def _of_group(group: Any, names: Mapping[tuple[nn.Module, str], list[str]]) -> I
         )
 
 
-class FullyShardedAdapter(CoveringAdapter):
-    """With its full model state."""
+class FullyShardedAdapter(OwnCheckpoint, FlatStatesAdapter):
+    """With its states of every kind."""
 
     wrapper = FullyShardedDataParallel
     strategies = ShardingStrategy
@@ -65,7 +70,16 @@ class FullyShardedAdapter(CoveringAdapter):
     prefetches = BackwardPrefetch
     offload = CPUOffload
     precision = MixedPrecision
-    capabilities = frozenset(
+    state_types: ClassVar[StateTypes] = {
+        "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig),
+        "sharded": (
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig,
+            ShardedOptimStateDictConfig,
+        ),
+        "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig, LocalOptimStateDictConfig),
+    }
+    capabilities = STATES | frozenset(
         {
             "gradients",
             "no_sync",
@@ -77,32 +91,12 @@ class FullyShardedAdapter(CoveringAdapter):
             "unused_parameters",
             "shard.parameters",
             "shard.optimizer",
-            "model_state.full",
         }
     )
 
     def entries(self, root: nn.Module) -> list[Entry]:
         """From the wrapper's own layout."""
         return entries(root)
-
-    def model_state(
-        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        """The wrapper's own full state."""
-        self._plain(kind, "model_state")
-        config: dict[str, bool] = {"rank0_only": rank0_only}
-        with FullyShardedDataParallel.state_dict_type(
-            w.module,
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=cpu, **config),
-            FullOptimStateDictConfig(**config),
-        ):
-            return dict(w.module.state_dict())
-
-    def load_model_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
-        """A state that rank 0 alone holds is broadcast: the wrapper wants it on all ranks."""
-        self._plain(kind, "load_model_state")
-        w.module.load_state_dict(from_rank0(state))
 
 
 class PairsAdapter(FullyShardedAdapter):

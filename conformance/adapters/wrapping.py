@@ -51,7 +51,7 @@ class WrapperAdapter(Adapter):
         policy: makes the policy that wraps modules of a set of classes.
     """
 
-    wrapper: ClassVar[Callable[..., nn.Module]]
+    wrapper: ClassVar[Any]
     strategies: ClassVar[Any]
     policy: ClassVar[Any]
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = variants()

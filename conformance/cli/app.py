@@ -63,7 +63,7 @@ def run(  # noqa: PLR0913 - one parameter an option
     world: World = 2,
     device: Device = "auto",
     variant: Annotated[
-        str | None, typer.Option(help="Pattern of variants; without it all.")
+        list[str] | None, typer.Option(help="Pattern of variants; repeatable; without it all.")
     ] = None,
     profile: Annotated[
         list[str] | None, typer.Option(help="Profile of checks; repeatable.")
@@ -99,7 +99,7 @@ def run(  # noqa: PLR0913 - one parameter an option
 
     selection = Selection(
         adapters=tuple(adapter),
-        variant=variant,
+        variants=tuple(variant or ()),
         profiles=tuple(profile or ()),
         checks=tuple(check or ()),
         models=tuple(model or ()),

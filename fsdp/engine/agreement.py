@@ -16,7 +16,14 @@ from fsdp.engine.torch_private import gather_now
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (RuntimeError, ValueError, AssertionError, TypeError, NotImplementedError)
+    for kind in (
+        RuntimeError,
+        ValueError,
+        AssertionError,
+        TypeError,
+        NotImplementedError,
+        KeyError,
+    )
 }
 
 
@@ -26,10 +33,12 @@ def agree(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     compared: Callable[[str], str] = str,
+    what: str = "model",
 ) -> None:
     """Raise on every rank of ``groups`` if one has a ``problem`` or other ``lines``.
 
-    ``compared`` says what of a line the ranks must have in common; default, all of it.
+    ``compared`` says what of a line the ranks must have in common; default, all of it. ``what``
+    says what the lines describe.
 
     *Collective* over each of ``groups``: one all-gather of 16 bytes per rank, and one of the
     texts themselves if there is something to report. *Blocks* the host.
@@ -42,7 +51,7 @@ def agree(
     for group in groups:
         if group.size() > 1:
             # The next group hears of it too: raising now would leave its other ranks alone.
-            problem = _exchange(mine, problem, group, device, compared)
+            problem = _exchange(mine, problem, group, device, compared, what)
     if problem is not None:
         raise problem
 
@@ -53,6 +62,7 @@ def _exchange(
     group: dist.ProcessGroup,
     device: torch.device,
     compared: Callable[[str], str],
+    what: str,
 ) -> Exception | None:
     text = "\n".join(map(compared, mine))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -62,18 +72,23 @@ def _exchange(
         return problem
     texts: list[tuple[list[str], str, str]] = [([], "", "")] * group.size()
     kind = type(problem).__name__ if problem is not None else ""
-    dist.all_gather_object(texts, (mine, kind, str(problem or "")), group=group)
+    # A KeyError shows its text quoted, and would be quoted again.
+    shown = problem.args[0] if isinstance(problem, KeyError) and problem.args else problem
+    dist.all_gather_object(texts, (mine, kind, str(shown or "")), group=group)
     if problem is not None:
         return problem
     ranks = dist.get_process_group_ranks(group)
     for rank, (_, kind, text) in zip(ranks, texts, strict=True):
         if kind:
             return _KINDS.get(kind, RuntimeError)(f"on rank {rank}: {text}")
-    return ValueError(_first_difference(ranks, [lines for lines, _, _ in texts], compared))
+    return ValueError(_first_difference(ranks, [lines for lines, _, _ in texts], compared, what))
 
 
 def _first_difference(
-    ranks: Sequence[int], texts: Sequence[list[str]], compared: Callable[[str], str]
+    ranks: Sequence[int],
+    texts: Sequence[list[str]],
+    compared: Callable[[str], str],
+    what: str,
 ) -> str:
     # There is one: other digests come of other texts.
     rank, number, ours, theirs = next(
@@ -83,7 +98,7 @@ def _first_difference(
         if compared(ours) != compared(theirs)
     )
     return (
-        f"the model of rank {ranks[0]} differs from that of rank {rank} at parameter "
+        f"the {what} of rank {ranks[0]} differs from that of rank {rank} at parameter "
         f"{number}: rank {ranks[0]} has {ours or 'no more parameters'}, rank {rank} "
-        f"has {theirs or 'no more parameters'}. Build the same model on all ranks."
+        f"has {theirs or 'no more parameters'}. Build the same {what} on all ranks."
     )

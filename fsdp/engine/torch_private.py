@@ -15,6 +15,10 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.autograd import Variable
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -23,6 +27,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
+    "LocalShard",
+    "ShardMetadata",
+    "ShardedTensor",
     "all_gather",
     "chunk_cat",
     "concatenate_meshes",
@@ -38,6 +45,7 @@ __all__ = [
     "queue_callback",
     "reduce_scatter",
     "set_local_tensor",
+    "sharded_tensor_of",
     "spec_of",
     "spec_with_dtype",
     "strided_shard",
@@ -154,6 +162,36 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
         return spec
     return DTensorSpec(
         spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype)
+    )
+
+
+def sharded_tensor_of(
+    own: torch.Tensor | None,
+    shards: Sequence[ShardMetadata],
+    *,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+) -> ShardedTensor:
+    """Wrap this rank's shard, None if it has none, without the exchange of the public functions.
+
+    ``shards`` are those of all ranks. This form is what checkpoints of flat parameters hold.
+    """
+    rank = dist.get_rank()
+    mine = [each for each in shards if each.placement is not None and each.placement.rank() == rank]
+    metadata = ShardedTensorMetadata(
+        shards_metadata=list(shards),
+        size=torch.Size(size),
+        tensor_properties=TensorProperties(
+            dtype=dtype,
+            layout=torch.strided,
+            requires_grad=False,
+            memory_format=torch.contiguous_format,
+            pin_memory=False,
+        ),
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [LocalShard(own, each) for each in mine if own is not None], metadata, group
     )
 
 

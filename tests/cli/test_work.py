@@ -116,6 +116,14 @@ def test_the_control_comes_first_and_only_beside_other_adapters() -> None:
     assert Role.CONTROL not in {item.role for item in alone}
 
 
+def test_several_patterns_of_variants_add_up() -> None:
+    names = list(make_adapter(DDP)[0].variants)
+    work = work_of(Selection(adapters=(DDP,), variants=(names[1], names[0])))
+    assert [subject.variant for subject, _ in work.subjects] == names[:2]
+    with pytest.raises(UsageError, match="no variant of .* 'nope'"):
+        work_of(Selection(adapters=(DDP,), variants=(names[0], "nope")))
+
+
 def test_full_depth_crosses_every_variant_and_model_with_every_training() -> None:
     items = work_of(Selection(adapters=(DDP,), depth=Depth.FULL)).items
     crossed = {
@@ -158,9 +166,9 @@ def test_an_adapter_named_twice_is_judged_once() -> None:
 
 
 def test_only_completion_can_be_asked_of_every_case() -> None:
-    work = work_of(Selection(adapters=(DDP,), variant="default", checks=("run.completed",)))
+    work = work_of(Selection(adapters=(DDP,), variants=("default",), checks=("run.completed",)))
     judged = {i.planned.case for i in work.items if i.role is Role.JUDGED}
-    everything = work_of(Selection(adapters=(DDP,), variant="default"))
+    everything = work_of(Selection(adapters=(DDP,), variants=("default",)))
     assert judged >= {i.planned.case for i in everything.items if i.role is Role.JUDGED}
 
 
@@ -168,7 +176,7 @@ def test_only_completion_can_be_asked_of_every_case() -> None:
     ("fields", "message"),
     [
         ({"adapters": ("torch.fuly_shard",)}, "did you mean torch.fully_shard"),
-        ({"variant": "defalt"}, f"no variant of {DDP} 'defalt'; did you mean default"),
+        ({"variants": ("defalt",)}, f"no variant of {DDP} 'defalt'; did you mean default"),
         ({"checks": ("losses.valu",)}, "did you mean losses.value"),
         ({"models": ("mpl",)}, "did you mean mlp"),
         ({"profiles": ("cor",)}, "did you mean core"),
@@ -190,8 +198,8 @@ def test_a_name_that_leads_to_nothing_is_wrong_usage(fields, message: str) -> No
 
 def test_a_case_that_is_not_there_is_answered_with_where_all_are() -> None:
     with pytest.raises(UsageError) as refused:
-        work_of(Selection(adapters=(DDP,), variant="default", cases=("mlp/trian/*",)))
-    items = work_of(Selection(adapters=(DDP,), variant="default")).items
+        work_of(Selection(adapters=(DDP,), variants=("default",), cases=("mlp/trian/*",)))
+    items = work_of(Selection(adapters=(DDP,), variants=("default",))).items
     judged = {str(i.planned.case) for i in items if i.role is Role.JUDGED}
     assert str(refused.value).endswith(
         f"? this run has {len(judged)}, and fsdp-conformance list cases shows all"
@@ -210,7 +218,7 @@ def test_every_case_stands_at_the_least_depth_that_takes_it() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"variant": "*"},
+        {"variants": ("*",)},
         {"profiles": ("core",)},
         {"checks": ("*",)},
         {"models": ("*",)},

@@ -29,6 +29,7 @@ SOURCE = Path(torch_private.__file__).read_text(encoding="utf-8")
         (DeviceMesh, "_flatten"),
         (torch._C, "_current_graph_task_id"),
         (torch.autograd.Variable._execution_engine, "queue_callback"),
+        (torch_private.ShardedTensor, "_init_from_local_shards_and_global_metadata"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

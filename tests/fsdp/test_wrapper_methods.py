@@ -389,20 +389,6 @@ def test_batch_norms_keep_full_precision_beside_a_policy() -> None:
     on_ranks(_precise, 2)
 
 
-def _not_yet(context: RankContext) -> None:
-    model = wrapped()
-    for kind in (StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
-        with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
-            FSDP.set_state_dict_type(model, kind)
-    for method in ("optim_state_dict", "optim_state_dict_to_load"):
-        with pytest.raises(NotImplementedError, match=method):
-            getattr(model, method)(model, None)
-
-
-def test_states_of_other_kinds_are_refused_by_name() -> None:
-    on_ranks(_not_yet, 2)
-
-
 def _after_an_error(context: RankContext, *, original: bool) -> None:
     """A forward that raised leaves a tree that trains as if it had not been."""
     model = wrapped(use_orig_params=original)

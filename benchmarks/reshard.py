@@ -1,0 +1,272 @@
+"""How long a reshard plan takes at the scale of a large job, and which reshards hold here.
+
+    python benchmarks/reshard.py --plan             # 70 B parameters, 1,024 -> 384 ranks; no ranks
+    python benchmarks/reshard.py --live --out docs/results/reshard.md
+
+A plan is made of integers alone, so one process does the work of all ranks. Every case runs in a
+fresh process, whose peak memory is that of the whole process, torch included.
+
+`--live` moves a model and its optimizer between all forms and worlds, on CPU ranks, in a job and
+through directories, and compares every bit with a model that was made in the target form. `--out`
+writes both tables to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCKS, DIM, HIDDEN, KEYS, VOCABULARY = 80, 8192, 28672, 1024, 128256
+MANY, FEW = 1024, 384
+CASES = {
+    "flat -> per parameter": ("flat", 1, "dim 0", 1),
+    "per parameter -> flat": ("dim 0", 1, "flat", 1),
+    "flat -> flat": ("flat", 1, "flat", 1),
+    "flat, 8 replicas -> per parameter, 4 replicas": ("flat", 8, "dim 0", 4),
+    "per parameter, 8 replicas -> flat, 4 replicas": ("dim 0", 8, "flat", 4),
+}
+
+
+def llama_70b() -> Iterator[dict[str, tuple[int, ...]]]:
+    """The parameter groups of a decoder with grouped queries: names and shapes."""
+    yield {"embedding.weight": (VOCABULARY, DIM)}
+    for block in range(BLOCKS):
+        shapes: dict[str, tuple[int, ...]] = {
+            "attention_norm.weight": (DIM,),
+            "attention.query.weight": (DIM, DIM),
+            "attention.key.weight": (KEYS, DIM),
+            "attention.value.weight": (KEYS, DIM),
+            "attention.output.weight": (DIM, DIM),
+            "norm.weight": (DIM,),
+            "feed_forward.gate.weight": (HIDDEN, DIM),
+            "feed_forward.up.weight": (HIDDEN, DIM),
+            "feed_forward.down.weight": (DIM, HIDDEN),
+        }
+        yield {f"blocks.{block}.{name}": shape for name, shape in shapes.items()}
+    yield {"norm.weight": (DIM,), "output.weight": (VOCABULARY, DIM)}
+
+
+def one_plan(case: str) -> dict[str, float]:
+    """Make the plan of all ranks, and that of one rank, in this process."""
+    from fsdp.reshard.dealt import Dealt, Ranks, by_dim, flat
+    from fsdp.reshard.plan import Plan
+
+    def deal(kind: str, world: int, replicas: int) -> dict[str, Dealt]:
+        width = world // replicas
+        ranks = Ranks([list(range(r * width, r * width + width)) for r in range(replicas)])
+        found: dict[str, Dealt] = {}
+        for group in llama_70b():
+            if kind == "flat":
+                found |= flat(group, ranks, align=8)
+            else:
+                found |= {name: by_dim(shape, ranks) for name, shape in group.items()}
+        return found
+
+    one, replicas, other, fewer = CASES[case]
+    begin = time.perf_counter()
+    source, target = deal(one, MANY, replicas), deal(other, FEW, fewer)
+    plan = Plan(source, target, host_size=8)
+    every = list(plan.all_moves())
+    whole = time.perf_counter() - begin
+    numel = sum(int(moves.numel.sum()) for moves in every)
+    parameters = sum(each.runs.numel for each in target.values())
+    assert numel == parameters * fewer, f"{numel} elements for {parameters} x {fewer}"
+    begin = time.perf_counter()
+    own = len(plan.receives(FEW - 1)) + len(plan.sends(FEW - 1))
+    return {
+        "parameters": parameters,
+        "moves": sum(len(moves) for moves in every),
+        "seconds": whole,
+        "own_moves": own,
+        "own_seconds": time.perf_counter() - begin,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def plans() -> str:
+    """Return one line per case, each measured in a fresh process."""
+    lines = [
+        f"{BLOCKS} blocks, {MANY} -> {FEW} ranks; peak of the whole process, torch included.\n",
+        "| case | parameters | moves of all ranks | seconds | moves of one rank | seconds "
+        "| peak MiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in CASES:
+        command = [sys.executable, __file__, "--one-plan", case]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        row = json.loads(done.stdout)
+        lines.append(
+            f"| {case} | {row['parameters'] / 1e9:.1f} B | {row['moves']:,} "
+            f"| {row['seconds']:.2f} | {row['own_moves']:,} | {row['own_seconds']:.2f} "
+            f"| {row['peak_mib']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+FORMS = ("flat", "original", "fully", "plain")
+WAYS = ("live", "sharded", "safetensors")
+WORLDS = (1, 2, 3, 4, 8)
+
+
+def all_cells(context: Any, *, source: str, one: int, other: int, path: str) -> dict[str, bool]:
+    """On each rank: whether one form became every other in every way, bit for bit."""
+    import torch.distributed as dist
+
+    from fsdp import checkpoint
+    from fsdp.reshard import reshard
+    from tests.reshard.faces import everything, fresh, made, marked, same
+
+    sources, targets = list(range(one)), list(range(other))
+    groups = [dist.new_group(sources), dist.new_group(targets)]
+    found = {}
+    here = made(source, sources)
+    before = marked(here)
+    for way in WAYS[1:]:
+        if here is not None:
+            checkpoint.save(
+                f"{path}/{source}.{way}", here, before, process_group=groups[0], format=way
+            )
+    dist.barrier()
+    for target in FORMS:
+        wanted = made(target, targets)
+        expected = marked(wanted)
+        for way in WAYS:
+            there = made(target, targets, seed=8)
+            after = fresh(there, lr=0.5)
+            if way == "live":
+                reshard(here, there, before, after)
+            elif there is not None:
+                checkpoint.load(f"{path}/{source}.{way}", there, after, process_group=groups[1])
+            equal = True
+            if there is not None:
+                try:
+                    same(everything(there, after), everything(wanted, expected))
+                except AssertionError:
+                    equal = False
+            found[f"{source} {target} {way}"] = equal
+    return found
+
+
+def live() -> str:
+    """Return the table of all forms, ways and worlds."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from reshard import all_cells as cells  # the ranks import this file by its name
+
+    from tests.fsdp.ranks import on_ranks
+
+    results: dict[tuple[int, int], dict[str, bool]] = {}
+    for one, other in itertools.product(WORLDS, WORLDS):
+        begin = time.perf_counter()
+        merged: dict[str, bool] = {}
+        for source in FORMS:
+            given = {"source": source, "one": one, "other": other}
+            with tempfile.TemporaryDirectory() as path:
+                values = on_ranks(cells, max(one, other), path=path, **given)
+            merged |= {key: all(value[key] for value in values) for key in values[0]}
+        results[one, other] = merged
+        seconds = time.perf_counter() - begin
+        print(
+            f"{one} -> {other}: {sum(merged.values())} of {len(merged)} in {seconds:.1f} s",
+            flush=True,
+        )
+    lines = ["| from | to | way | " + " | ".join(f"{a} -> {b}" for a, b in results) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(results))
+    for source, target, way in itertools.product(FORMS, FORMS, WAYS):
+        marks = [
+            "same" if cells_of[f"{source} {target} {way}"] else "**differs**"
+            for cells_of in results.values()
+        ]
+        lines.append(f"| {source} | {target} | {way} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+def integers() -> str:
+    """Return the table of all pairs of worlds, of plans that are carried out on labels."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.reshard.test_plan import SHAPES, check, side
+
+    kinds = ("flat", "aligned", "dim 0", "whole")
+    lines = ["| from | to | " + " | ".join(f"{n} -> 1…8" for n in range(1, 9)) + " |"]
+    lines.append("|---|---|" + "---|" * 8)
+    for first, second in itertools.product(kinds, kinds):
+        marks = []
+        for one in range(1, 9):
+            held = 0
+            for other in range(1, 9):
+                check(
+                    side(first, SHAPES, [list(range(one))], {}),
+                    side(second, SHAPES, [list(range(other))], {}),
+                )
+                held += 1
+            marks.append(f"{held} of 8")
+        lines.append(f"| {first} | {second} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+def report() -> str:
+    """Return the page of results."""
+    import torch
+
+    cells = len(FORMS) ** 2 * len(WAYS) * len(WORLDS) ** 2
+    return f"""# Resharding: every form into every other
+
+{time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores, gloo, torch {torch.__version__}, Python \
+{platform.python_version()}, beside other work. Made by `python benchmarks/reshard.py --live --out \
+docs/results/reshard.md`.
+
+## With ranks
+
+A model with tied weights, sizes that no world divides, a gain of one element, buffers and extra \
+state, and an optimizer with two entries per element, a step count and a word. `flat` and \
+`original` are `FullyShardedDataParallel` without and with `use_orig_params`, `fully` is \
+`fully_shard`, `plain` is no wrapper. Ways: `live` inside a job, and `fsdp.checkpoint` in its two \
+formats. A cell says `same` if every parameter, buffer, optimizer entry and option on every rank \
+has the bits of a model that was made in the target form. {cells} cells.
+
+{live()}
+
+## Integers only
+
+The plan, carried out on labels of elements, for all 64 pairs of worlds 1…8 and each pair of \
+layouts; `aligned` leaves gaps between parameters. A cell counts the worlds to which all holds.
+
+{integers()}
+
+## At scale
+
+{plans()}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--plan", action="store_true", help="plans at scale, without ranks")
+    what.add_argument("--live", action="store_true", help="both, and all forms on CPU ranks")
+    what.add_argument("--one-plan", choices=CASES, help="one of them, in this process, as JSON")
+    parser.add_argument("--out", type=Path, help="where the page of --live is written")
+    given = parser.parse_args()
+    if given.one_plan:
+        print(json.dumps(one_plan(given.one_plan)))
+    elif given.plan:
+        print(plans())
+    else:
+        page = report()
+        print(page)
+        if given.out is not None:
+            given.out.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

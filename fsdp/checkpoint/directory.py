@@ -1,0 +1,77 @@
+"""Where a checkpoint is written, and how it takes the place of the one before.
+
+A checkpoint is written into a directory beside its own and renamed when it is complete, so its path
+shows the previous one until then. Between two renames neither is there; ``complete`` knows where
+the previous one lies then.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+from fsdp.checkpoint.digests import DIGESTS, sync_directory
+
+METADATA = ".metadata"  # of torch.distributed.checkpoint
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
+
+
+def start(path: Path) -> Path:
+    """Make and return an empty directory in which a checkpoint for ``path`` can be written.
+
+    Raises:
+        FileExistsError: something is at ``path`` that is no checkpoint.
+        OSError: the directory cannot be made.
+    """
+    if path.exists() and not is_checkpoint(path):
+        raise FileExistsError(
+            f"{path} exists and is no checkpoint; it is not replaced. Choose another path, or "
+            "remove it."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = _beside(path, f"saving-{uuid.uuid4().hex[:12]}")
+    fresh.mkdir()
+    return fresh
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a checkpoint of this package or of PyTorch is there."""
+    return path.is_dir() and ((path / DIGESTS).exists() or (path / METADATA).exists())
+
+
+def finish(fresh: Path, path: Path) -> None:
+    """Let a complete checkpoint take the place of the one before, if any."""
+    previous = _beside(path, "previous")
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        path.rename(previous)
+    fresh.rename(path)
+    sync_directory(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+    # Of saves that were killed.
+    for left in path.parent.iterdir():
+        if left.name.startswith(_beside(path, "saving-").name):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def give_up(fresh: Path) -> None:
+    """Remove what was written of a checkpoint that will not be complete."""
+    shutil.rmtree(fresh, ignore_errors=True)
+
+
+def complete(path: Path) -> Path:
+    """Return where the last complete checkpoint of ``path`` is.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if path.exists():
+        return path
+    previous = _beside(path, "previous")
+    if previous.exists():
+        return previous
+    raise FileNotFoundError(f"there is no checkpoint at {path}")

@@ -1,0 +1,155 @@
+"""Save: into a directory beside, digests last, then one rename; until then the old one stays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp.checkpoint import directory, safe, sharded
+from fsdp.checkpoint.contents import state_of
+from fsdp.checkpoint.digests import Digests, digest_files, files_of, write_digests
+from fsdp.reshard.side import Local, agreed_side
+from fsdp.reshard.together import Group, gathered, own_rank, ranks_of, together, told_by
+
+FORMATS = ("sharded", "safetensors")
+Optimizers = Optimizer | Iterable[Optimizer] | None
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizers = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    format: str = "sharded",
+) -> None:
+    """Save a model and its optimizers, whichever way they are sharded.
+
+    Names and shapes are those of the plain model, so any other form and world can load it, and
+    PyTorch's own tools can. A checkpoint that was at ``path`` before is replaced in the end; if a
+    rank dies on the way, it is still there. One save at a time for one path.
+
+    Args:
+        path: a directory that all ranks see.
+        model: with units of either face, DTensors cut on one dim, or plain tensors, which count as
+            equal on all ranks.
+        optimizers: one or several.
+        process_group: the ranks that have the model; None: all.
+        format: ``"sharded"``: a directory of ``torch.distributed.checkpoint`` to which every rank
+            writes its own part; ``"safetensors"``: whole tensors, written by the first rank.
+
+    *Collective*. *Memory*: one box; for safetensors one round of elements, and on the first rank
+    one tensor with its optimizer state. *Blocks* the host until the files are stored.
+
+    Raises:
+        FileExistsError: something is at ``path`` that is no checkpoint.
+        OSError: it cannot be written.
+        CheckpointError: a rank could not write its part.
+        ValueError: an unknown format, or ranks have other models.
+        NotImplementedError: tensors or states that are no cut of one dim.
+    """
+    _check_format(format)
+    target = Path(path).resolve()
+    local = _looked_at(model, optimizers, process_group)
+    if format == "safetensors":
+        side = agreed_side(local.told, ranks_of(process_group), process_group)
+        _save(target, process_group, lambda where: safe.write(where, local, side, process_group))
+        return
+    state = together(lambda: state_of(local), process_group)
+    _save(target, process_group, lambda where: sharded.write(where, state, process_group))
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizers = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> Future[None]:
+    """Copy a model and its optimizers to the host and save them while training goes on.
+
+    Args:
+        path: as for ``save``.
+        model: as for ``save``.
+        optimizers: as for ``save``.
+        process_group: a group of these ranks that nothing else uses meanwhile and that works on
+            the host (``dist.new_group(backend="gloo")``). Needed with several ranks: collectives of
+            training and of the save must not meet in one group.
+
+    *Collective* twice: the copy at once, over ``process_group``, and then the save. *Memory*: on
+    the host, what this rank holds. *Blocks* the host until it is copied.
+
+    Returns:
+        A future that has no value; its ``result()`` raises what ``save`` raises.
+    """
+    if dist.is_initialized() and process_group is None:
+        raise ValueError(
+            "async_save needs a process_group of its own, with a backend for the host: make it "
+            'once with torch.distributed.new_group(backend="gloo")'
+        )
+    target = Path(path).resolve()
+    local = _looked_at(model, optimizers, process_group)
+    state = together(lambda: state_of(local, copy=True), process_group)
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
+    future: Future[Any] = pool.submit(
+        _save, target, process_group, lambda where: sharded.write(where, state, process_group)
+    )
+    pool.shutdown(wait=False)
+    return future
+
+
+def _check_format(format: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {FORMATS}, got {format!r}")
+
+
+def _looked_at(model: nn.Module, optimizers: Optimizers, group: Group) -> Local:
+    """Return what this rank saves; refuse ranks with other models."""
+    ranks = ranks_of(group)
+    local = together(lambda: Local(model, optimizers, ranks), group)
+    agreed_side(together(lambda: local.told, group), ranks, group)
+    return local
+
+
+def _save(target: Path, group: Group, write: Any) -> None:
+    first = ranks_of(group)[0]
+    leads = own_rank() == first
+    made = together(lambda: directory.start(target) if leads else None, group)
+    fresh: Path = told_by(first, made, group)
+    try:
+        write(fresh)
+        _seal(fresh, target, first, group)
+    except BaseException:
+        if leads:
+            directory.give_up(fresh)
+        raise
+
+
+def _seal(fresh: Path, target: Path, first: int, group: Group) -> None:
+    """Write the digests and let the checkpoint take its place."""
+    leads = own_rank() == first
+    names: list[str] = told_by(first, files_of(fresh) if leads else None, group)
+    mine = together(lambda: digest_files(fresh, share(names, group)), group)
+    digests: Digests = {}
+    for each in gathered(mine, group):
+        digests.update(each)
+
+    def close() -> None:
+        if leads:
+            write_digests(fresh, digests)
+            directory.finish(fresh, target)
+
+    together(close, group)
+
+
+def share(names: list[str], group: Group) -> list[str]:
+    """Return which of ``names`` this rank looks after."""
+    ranks = ranks_of(group)
+    return names[ranks.index(own_rank()) :: len(ranks)]

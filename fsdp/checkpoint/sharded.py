@@ -1,0 +1,187 @@
+"""Checkpoints of ``torch.distributed.checkpoint``, written and read: every rank its own part.
+
+PyTorch's own readers and writers do the work: ranges of files, one box at a time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fsdp.checkpoint.boxed import BoxedLoadPlanner, SavePlanner
+from fsdp.checkpoint.contents import Entries
+from fsdp.checkpoint.directory import METADATA
+from fsdp.checkpoint.errors import CheckpointError
+from fsdp.reshard.together import Group
+
+MARK = "fsdp_checkpoint"  # says that a digest file belongs to the checkpoint
+
+
+def write(directory: Path, state: dict[str, Any], group: Group) -> None:
+    """Write a state. *Collective*. *Blocks* the host until the files are stored.
+
+    Raises:
+        CheckpointError: on all ranks if one cannot write.
+    """
+    with _one_kind_of_error(f"{directory} cannot be written"):
+        save(
+            {**state, MARK: {"version": 1}},
+            storage_writer=FileSystemWriter(directory, sync_files=True),
+            planner=SavePlanner(),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def metadata_of(directory: Path) -> Metadata:
+    """Return what the checkpoint consists of.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    path = directory / METADATA
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; take another checkpoint")
+    try:
+        return FileSystemReader(directory).read_metadata()
+    except Exception as error:  # whatever damaged bytes make of a pickle
+        raise CheckpointError(
+            f"{path} is damaged ({type(error).__name__}: {error}); take another checkpoint"
+        ) from error
+
+
+def is_own(metadata: Metadata) -> bool:
+    """Whether this package has written the checkpoint, and so a digest file with it."""
+    return any(key.startswith(f"{MARK}.") for key in metadata.state_dict_metadata)
+
+
+def least_sizes(metadata: Metadata) -> dict[str, int]:
+    """Return how many bytes each file must have at least."""
+    found: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        end = info.offset + info.length
+        found[info.relative_path] = max(found.get(info.relative_path, 0), end)
+    return dict(sorted(found.items()))
+
+
+class ShardedCatalog:
+    """What is in a directory of ``torch.distributed.checkpoint``.
+
+    Args:
+        directory: where it is.
+        metadata: what it consists of.
+        group: the ranks that read together.
+        keys: under which keys model and optimizer states were saved; dots separate levels, and an
+            empty key is the top.
+    """
+
+    def __init__(
+        self, directory: Path, metadata: Metadata, group: Group, keys: tuple[str, str]
+    ) -> None:
+        self._directory, self._group = directory, group
+        self.entries: Entries = {}
+        self._keys: dict[str, str] = {}
+        self._nested: dict[str, dict[tuple[Any, ...], str]] = {}
+        self._tensors: Entries = {}
+        paths = metadata.planner_data or {}
+        for key, entry in metadata.state_dict_metadata.items():
+            place = _place(tuple(paths.get(key, (key,))), keys)
+            if place is None:
+                continue
+            found = (
+                (tuple(entry.size), entry.properties.dtype)
+                if isinstance(entry, TensorStorageMetadata)
+                else None
+            )
+            ours, inside = place
+            if inside:
+                # A container as a value (extra state of a module) is saved leaf by leaf.
+                self._nested.setdefault(ours, {})[inside] = key
+                self._tensors[key] = found
+                self.entries[ours] = None
+            else:
+                self._keys[ours] = key
+                self.entries[ours] = found
+
+    def read(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Fill the boxes and tensors of ``wanted``; return what is no tensor.
+
+        *Collective*. *Memory*: one box as it was saved at a time, beside what is filled. *Blocks*
+        the host.
+
+        Raises:
+            CheckpointError: on all ranks if one cannot read.
+        """
+        state = {self._keys[k]: v for k, v in wanted.items() if k not in self._nested}
+        for leaf in (leaf for key in wanted for leaf in self._nested.get(key, {}).values()):
+            entry = self._tensors[leaf]
+            state[leaf] = None if entry is None else torch.zeros(entry[0], dtype=entry[1])
+        with _one_kind_of_error(f"{self._directory} cannot be read"):
+            load(
+                state,
+                storage_reader=FileSystemReader(self._directory),
+                planner=BoxedLoadPlanner(),
+                process_group=self._group,
+                no_dist=not dist.is_initialized(),
+            )
+        objects = [key for key, value in wanted.items() if value is None]
+        return {
+            key: _container({path: state[leaf] for path, leaf in self._nested[key].items()})
+            if key in self._nested
+            else state[self._keys[key]]
+            for key in objects
+        }
+
+
+def _place(path: tuple[Any, ...], keys: tuple[str, str]) -> tuple[str, tuple[Any, ...]] | None:
+    """Return the key of a catalog and the way from there to a leaf, if it is a container.
+
+    None for what belongs to neither model nor optimizers.
+    """
+    # The longer one first: a model at the top has its optimizers' state beside its tensors.
+    for prefix, name in sorted(
+        zip(keys, ("model", "optim"), strict=True), key=lambda k: -len(k[0])
+    ):
+        levels = tuple(prefix.split(".")) if prefix else ()
+        rest = path[len(levels) :]
+        if path[: len(levels)] != levels or not rest or path[0] == MARK:
+            continue
+        # Nested: "state", tensor, entry. Flattened by the user: all in one string.
+        depth = 3 if name == "optim" and rest[0] in ("state", "param_groups") else 1
+        return ".".join(map(str, (name, *rest[:depth]))), rest[depth:]
+    return None
+
+
+def _container(leaves: dict[tuple[Any, ...], Any]) -> Any:
+    """Return the containers whose leaves these are: lists where the ways are numbers."""
+    if () in leaves:
+        return leaves[()]
+    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (first, *rest), value in leaves.items():
+        below.setdefault(first, {})[tuple(rest)] = value
+    made = {key: _container(inner) for key, inner in below.items()}
+    return [made[i] for i in sorted(made)] if all(isinstance(i, int) for i in made) else made
+
+
+@contextmanager
+def _one_kind_of_error(what: str) -> Iterator[None]:
+    """Say in one sentence what failed; PyTorch's exception is none that ``except`` usually sees."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (first, _) = next(iter(error.failures.items()))
+        text = f"{what}: on rank {rank} {type(first).__name__}: {first}"
+        raise CheckpointError(text) from error

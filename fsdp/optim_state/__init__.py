@@ -1,0 +1,1 @@
+"""Optimizer states of the wrapper face: saved under the names of the plain model, and loaded."""

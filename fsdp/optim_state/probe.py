@@ -1,0 +1,125 @@
+"""Whether an optimizer works element by element, found out on a few numbers.
+
+A shard may be stepped by itself only if stepping on a part gives the part of the step on the
+whole. That is tried: a copy of the optimizer steps on 16 numbers, and two more on 5 and 11 of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+_NUMEL, _CUT, _STEPS = 16, 5, 2
+_TOLERANCE = 1e-4
+# What every optimizer has; the last three are put there by schedulers and gradient scalers.
+_OF_ALL = frozenset(
+    {
+        "defaults",
+        "state",
+        "param_groups",
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+        "step",
+        "grad_scale",
+        "found_inf",
+    }
+)
+
+
+def is_elementwise(
+    optimizer: Optimizer, group: Mapping[str, Any], device: torch.device
+) -> bool | None:
+    """Return whether ``optimizer`` steps on each element by itself, with the options of ``group``.
+
+    None if it cannot be tried: it keeps more than plain values beside its groups and states, so
+    that a copy would not be independent of it; it needs a closure; it draws random numbers.
+
+    Neither the optimizer nor its parameters nor random generators change. *Memory*: a few numbers.
+    """
+    if not _is_plain(optimizer):
+        return None
+    with _kept_generators(device), torch.enable_grad():
+        try:
+            before = _generators(device)
+            numbers = _numbers(device)
+            whole = _stepped(optimizer, group, *numbers)
+            if any(not torch.equal(b, a) for b, a in zip(before, _generators(device), strict=True)):
+                return None
+            parts = [
+                _stepped(optimizer, group, *(each[at] for each in numbers))
+                for at in (slice(None, _CUT), slice(_CUT, None))
+            ]
+        except Exception:
+            return None
+    moved = (whole - numbers[0]).abs().max().item()
+    error = (torch.cat(parts) - whole).abs().max().item()
+    return error <= _TOLERANCE * max(moved, 1e-12)
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    """Whether a copy of the attributes shares nothing that a step could change."""
+    return all(
+        _is_value(value)
+        for name, value in vars(optimizer).items()
+        if name not in _OF_ALL and not name.endswith("_hooks")
+    )
+
+
+def _is_value(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_value, value))
+    if isinstance(value, Mapping):
+        return all(_is_value(each) for pair in value.items() for each in pair)
+    return value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    )
+
+
+def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values (16,) and gradients (16,) whose norms differ between the two parts."""
+    at = torch.arange(1, _NUMEL + 1, dtype=torch.float32)
+    return (at.sin() * at / 4).to(device), ((at * 1.7).cos() * at / 8).to(device)
+
+
+def _stepped(
+    optimizer: Optimizer, group: Mapping[str, Any], values: torch.Tensor, gradients: torch.Tensor
+) -> torch.Tensor:
+    """Return ``values`` after two steps of a copy of ``optimizer``."""
+    param = torch.nn.Parameter(values.clone())
+    own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    probe: Optimizer = object.__new__(type(optimizer))
+    attributes = {
+        name: OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value)
+        for name, value in vars(optimizer).items()
+        if name not in ("step", "state", "param_groups", "grad_scale", "found_inf")
+    }
+    vars(probe).update(attributes)
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**own, "params": [param]}]
+    step = type(optimizer).step
+    # Not through the hooks of all optimizers: they would take this for a step on a model.
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    for number in range(_STEPS):
+        param.grad = gradients * (1 + number)
+        step(probe)
+    return param.detach()
+
+
+def _kept_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which generators are where they were."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    found = [torch.get_rng_state()]
+    if device.type != "cpu":
+        found.append(torch.get_device_module(device).get_rng_state(device))
+    return found

@@ -1,0 +1,171 @@
+"""Optimizers that compute with whole tensors, which are not there: refused, never silently wrong.
+
+Before its first step an optimizer is tried (``probe.py``), or known by name; after it, and when a
+state is saved, the shapes of its states tell. An optimizer is looked at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from fsdp.optim_state.probe import is_elementwise
+from fsdp.optim_state.vocabulary import Entry, Member
+
+_MARK = "_fsdp_stepped_by_element"
+# Lower-case names of classes that need whole tensors, for those that cannot be tried.
+_KNOWN = frozenset(
+    {
+        *("adafactor", "came", "sm3", "muon", "soap", "shampoo", "distributedshampoo", "kfac"),
+        *("lamb", "lars", "novograd", "sam", "asam", "lbfgs", "galoreadamw"),
+    }
+)
+# They see all parameters as one vector in any case, so that end to end is as good as apart.
+_ONE_VECTOR = frozenset({"lbfgs"})
+
+
+class _Mark:
+    """What a parameter is called, and whether it is a part; lives as long as it does."""
+
+    def __init__(self, name: str, *, is_part: bool) -> None:
+        self.name = name
+        self.is_part = is_part
+
+
+class _Watch:
+    """The one hook on every optimizer's step, installed while marked parameters are alive."""
+
+    def __init__(self) -> None:
+        self._marks: set[weakref.ref[_Mark]] = set()
+        self._hook: RemovableHandle | None = None
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # re-entrant: a collection that starts inside may drop a mark on the same thread
+        self._lock = threading.RLock()
+
+    def add(self, mark: _Mark) -> None:
+        with self._lock:
+            self._marks.add(weakref.ref(mark, self._drop))
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _drop(self, gone: weakref.ref[_Mark]) -> None:
+        with self._lock:
+            self._marks.discard(gone)
+            if not self._marks and self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+    def _before_step(self, optimizer: Optimizer, *_args: Any) -> None:
+        if optimizer not in self._seen:
+            _check(optimizer)
+            self._seen.add(optimizer)
+
+
+_watch = _Watch()
+
+
+def expect_elementwise(param: nn.Parameter, name: str, *, is_part: bool) -> None:
+    """Let an optimizer that holds ``param`` raise if it needs whole tensors.
+
+    Args:
+        param: a part of tensors, or several tensors in one.
+        name: of the first of them.
+        is_part: whether other ranks have the rest.
+
+    *Host cost*: a few tiny steps at the first step of an optimizer, a lookup at every other.
+    """
+    mark = _Mark(name, is_part=is_part)
+    setattr(param, _MARK, mark)
+    _watch.add(mark)
+
+
+def check_entry(member: Member, entry: Entry) -> None:
+    """Refuse state of ``member`` that has not one value per element, or one for all.
+
+    The state of a parameter that is whole may be anything.
+
+    Raises:
+        NotImplementedError: such a state.
+    """
+    if member.is_whole:
+        return
+    for state, what in _odd_states(entry, member.shape):
+        shown = ", ".join(member.key.unflat_param_names[:3])
+        _refuse(f"the optimizer state '{state}' has {what}", shown, tuple(member.shape))
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Try each group with sharded parameters.
+
+    Raises:
+        NotImplementedError: it needs whole tensors.
+    """
+    unknown = False
+    for group in optimizer.param_groups:
+        param = next((each for each in group["params"] if hasattr(each, _MARK)), None)
+        if param is None or (
+            _is_known(optimizer, _ONE_VECTOR) and not getattr(param, _MARK).is_part
+        ):
+            continue
+        answer = is_elementwise(optimizer, group, param.device)
+        if answer is False or (answer is None and _is_known(optimizer, _KNOWN)):
+            what = f"{type(optimizer).__name__} does not step element by element"
+            _refuse(what, getattr(param, _MARK).name, tuple(param.shape))
+        unknown |= answer is None
+    if unknown:
+        optimizer.register_step_post_hook(_ShapesOnce())
+
+
+class _ShapesOnce:
+    """Looks at the states of an optimizer that could not be tried, after its first step."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def __call__(self, optimizer: Optimizer, *_args: Any) -> None:
+        if self._done:
+            return
+        self._done = True
+        for param, entry in optimizer.state.items():
+            mark = getattr(param, _MARK, None)
+            if mark is None or not isinstance(entry, Mapping) or _is_quantised(entry):
+                continue
+            for state, what in _odd_states(entry, param.shape):
+                text = f"{type(optimizer).__name__} has a state '{state}' with {what}"
+                _refuse(text, mark.name, tuple(param.shape))
+
+
+def _is_known(optimizer: Optimizer, names: frozenset[str]) -> bool:
+    return any(each.__name__.lower() in names for each in type(optimizer).__mro__)
+
+
+def _is_quantised(entry: Entry) -> bool:
+    """Whether integers stand for the elements: the scales beside them have shapes of their own."""
+    tensors = [value for value in entry.values() if isinstance(value, torch.Tensor)]
+    return any(t.dim() > 0 and t.dtype in (torch.uint8, torch.int8) for t in tensors)
+
+
+def _odd_states(entry: Entry, shape: torch.Size) -> Iterator[tuple[str, str]]:
+    """Yield (name, what is odd) of the states that have neither ``shape`` nor no dims."""
+    for name, value in entry.items():
+        if isinstance(value, torch.Tensor):
+            if value.dim() and value.shape != shape:
+                yield name, f"the shape {tuple(value.shape)}"
+        elif any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(value)):
+            yield name, f"tensors inside a {type(value).__name__}"
+
+
+def _refuse(what: str, name: str, shape: tuple[int, ...]) -> NoReturn:
+    raise NotImplementedError(
+        f"{what}: it computes with whole tensors, and is given '{name}' as a part, or with others, "
+        f"in the shape {shape}. Use an optimizer that works element by element (SGD, Adam, AdamW, "
+        "Adagrad, RMSprop, ...), or ShardingStrategy.NO_SHARD with use_orig_params=True."
+    )

@@ -1,0 +1,52 @@
+"""What a call is about: the form that is wanted, and what the optimizer has. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp.optim_state.names import Names, ParamKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """How a state is wanted, or given.
+
+    Attributes:
+        sharded: whether large tensors are chunks, one per rank, or whole.
+        offload: whether tensors are in host memory.
+        rank0_only: whether the first rank alone gets the result, or has the input.
+        group: whose first rank that is; default, the root unit's ranks.
+    """
+
+    sharded: bool = False
+    offload: bool = True
+    rank0_only: bool = False
+    group: dist.ProcessGroup | None = None
+
+    def is_first(self, names: Names) -> bool:
+        """Whether this rank is the first."""
+        if self.group is not None:
+            return dist.get_rank(self.group) == 0
+        return names.units[0]._is_first_rank()
+
+    def saves(self, names: Names) -> bool:
+        """Whether this rank gets the result."""
+        return self.sharded or not self.rank0_only or self.is_first(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What an optimizer has.
+
+    Attributes:
+        state: its state dict: "state" by its keys, and "param_groups" or not.
+        params: what its keys stand for.
+    """
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[ParamKey, nn.Parameter] = field(default_factory=dict)

@@ -1,0 +1,216 @@
+"""An optimizer's state dict under the names of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp.optim_state.exchange import Report, exchange, peers_of, settle
+from fsdp.optim_state.gather import Finish, gather_unit
+from fsdp.optim_state.names import Names, ParamKey
+from fsdp.optim_state.plan import common_keys, plan_unit
+from fsdp.optim_state.profiler import SimpleProfiler
+from fsdp.optim_state.refusal import check_entry
+from fsdp.optim_state.request import Given, Request
+from fsdp.optim_state.vocabulary import (
+    Entry,
+    FSDPParamInfo,
+    Member,
+    StateInfo,
+    _OptimStateKey,
+    info_of,
+)
+from fsdp.state_dict.form import chunked
+
+
+class Plan:
+    """What is to be saved, in which order: the same on all ranks.
+
+    Attributes:
+        order: the keys, in the order of the result.
+        units: for each unit with state, what its members have.
+    """
+
+    def __init__(
+        self, names: Names, reports: Mapping[dist.ProcessGroup | None, list[Report]]
+    ) -> None:
+        keys = {
+            group: common_keys([report.keys for report in told], merged=names.is_original)
+            for group, told in reports.items()
+        }
+        self.order = list(dict.fromkeys(key for wanted in keys.values() for key in wanted))
+        self.units: list[tuple[FSDPParamInfo, dict[Member, StateInfo]]] = []
+        for info in names.infos:
+            group = peers_of(info)
+            told = reports[group]
+            if not info.is_sharded and group is not None:
+                told = [told[group.rank()]]
+            planned = plan_unit(info, keys[group], [report.infos for report in told])
+            if planned:
+                self.units.append((info, planned))
+
+
+@torch.no_grad()
+def save(names: Names, look: Callable[[], Given], how: Request) -> dict[str, Any]:
+    """Return the state dict of an optimizer under the names of the plain model.
+
+    Args:
+        names: of the model.
+        look: gives what the optimizer has; what it raises, all ranks raise.
+        how: the form.
+
+    *Collective*: over the groups of the units; one exchange of small objects, then one all-gather
+    per unit and state name. *Memory*: one whole state of one unit beside the result. *Blocks* the
+    host.
+
+    Raises:
+        NotImplementedError: a state that is not element by element, of a sharded parameter.
+        RuntimeError: states are missing.
+        AssertionError: ranks differ in what they must have in common.
+        KeyError: the optimizer holds a parameter that is not in the model.
+    """
+    SimpleProfiler.reset()
+    with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
+        found = _saved(names, look, how)
+    SimpleProfiler.dump_and_reset("optim_state_dict() took, in seconds:")
+    return found
+
+
+def _saved(names: Names, look: Callable[[], Given], how: Request) -> dict[str, Any]:
+    given, entries = Given(), dict[_OptimStateKey, Entry]()
+    plan, groups, problem = None, None, None
+    mine = Report(form=str(how.sharded))
+    try:
+        given = look()
+        entries = _entries(names, given)
+        _check(names, entries)
+        if "param_groups" in given.state:
+            groups = [_named(names, g, given.params) for g in given.state["param_groups"]]
+        managed = {key: info_of(entry) for key, entry in entries.items() if key.is_fsdp_managed}
+        mine = Report(form=str(how.sharded), keys=list(entries), infos=managed)
+    except Exception as error:
+        problem, mine = error, Report(problem=True)
+    reports = exchange(names, mine)
+    everyone = [report for told in reports.values() for report in told]
+    if not any(report.problem for report in everyone):
+        try:
+            _check_forms(everyone)
+            plan = Plan(names, reports)
+        except Exception as error:
+            problem = error
+    settle(names, problem)
+    assert plan is not None, "some rank had a problem, and every rank has raised it"
+    saves = how.saves(names)
+    state = _state(names, plan, entries, _finish(how) if saves else None, how)
+    if not saves:
+        return {}
+    _add_others(state, given)
+    return {"state": state} if groups is None else {"state": state, "param_groups": groups}
+
+
+def _entries(names: Names, given: Given) -> dict[_OptimStateKey, Entry]:
+    if "state" not in given.state:
+        raise ValueError(
+            f'the state dict of an optimizer must have "state", but has {list(given.state)}'
+        )
+    state = given.state["state"]
+    keys = {number: names.key_of(param) for number, param in given.params.items()}
+    return {key: state[number] for number, key in keys.items() if number in state}
+
+
+def _check(names: Names, entries: Mapping[_OptimStateKey, Entry]) -> None:
+    for _, member in names.members.values():
+        entry = entries.get(member.key)
+        if entry is not None:
+            check_entry(member, entry)
+
+
+def _check_forms(reports: Iterable[Report]) -> None:
+    forms = sorted({report.form for report in reports})
+    if len(forms) > 1:
+        raise ValueError(
+            "optim_state_dict() was called for full states on some ranks and for sharded ones on "
+            "others; set the same state_dict_type on all ranks"
+        )
+
+
+def _finish(how: Request) -> Finish:
+    def chunk(value: torch.Tensor, info: FSDPParamInfo) -> torch.Tensor:
+        if not info.is_sharded:
+            return whole(value, info)
+        dtensor = info.use_dtensor
+        return chunked(value, info.mesh, use_dtensor=dtensor, offload_to_cpu=how.offload)
+
+    def whole(value: torch.Tensor, _: FSDPParamInfo) -> torch.Tensor:
+        if not how.offload:
+            return value.clone()
+        with SimpleProfiler.profile(SimpleProfiler.Type.D2H):
+            return torch.empty_like(value, device="cpu").copy_(value)
+
+    return chunk if how.sharded else whole
+
+
+def _state(
+    names: Names,
+    plan: Plan,
+    entries: Mapping[_OptimStateKey, Entry],
+    finish: Finish | None,
+    how: Request,
+) -> dict[Any, Any]:
+    """Return the states by name, in the order of the plan."""
+    managed: dict[str, dict[str, Any]] = {}
+    for info, planned in plan.units:
+        managed |= gather_unit(info, planned, entries, finish)
+    found: dict[Any, Any] = {}
+    if finish is None:
+        return found
+    for key in plan.order:
+        if key.is_fsdp_managed:
+            found |= {n: managed[n] for n in key.unflat_param_names if n in managed}
+        elif key in entries:
+            found[key.unflat_param_names[0]] = _unmanaged(entries[key], how)
+    return found
+
+
+def _unmanaged(entry: Entry, how: Request) -> dict[str, Any]:
+    """Return the state of a parameter that no unit manages: a shallow copy."""
+    return {
+        name: torch.empty_like(value, device="cpu").copy_(value)
+        if how.offload and isinstance(value, torch.Tensor)
+        else value
+        for name, value in entry.items()
+    }
+
+
+def _add_others(found: dict[Any, Any], given: Given) -> None:
+    """Copy what belongs to no parameter, as it is."""
+    for key, value in given.state["state"].items():
+        if key in given.params or key in found:
+            continue
+        warnings.warn(
+            f"Found a optim state, {key}, that FSDP cannot process. It belongs to no parameter of "
+            "the model, and is copied to the result as it is.",
+            stacklevel=6,
+        )
+        found[key] = value
+
+
+def _named(
+    names: Names, group: Mapping[str, Any], params: Mapping[ParamKey, nn.Parameter]
+) -> dict[str, Any]:
+    """Return one parameter group with names for keys; everything else is copied deeply."""
+    found = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    found["params"] = [
+        name
+        for number in group["params"]
+        for name in names.key_of(params[number]).unflat_param_names
+    ]
+    if "param_names" in found:
+        found["param_names"] = list(found["params"])
+    return found

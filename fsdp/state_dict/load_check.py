@@ -1,0 +1,86 @@
+"""What is checked before anything is loaded, on all ranks together. Changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fsdp.engine.agreement import agree
+from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.torch_private import ShardedTensor
+from fsdp.flat_parameter import FLAT_PARAM
+from fsdp.full_params import check_idle
+from fsdp.state_dict.hooked import changes_loads
+from fsdp.state_dict.local import problem_with
+from fsdp.state_dict.names import param_names, unit_prefixes
+from fsdp.state_dict.settings import check_forms, form_of
+from fsdp.wrapper_options import StateDictType
+from fsdp.wrapper_unit import WrappedUnit, units_of
+
+
+def check_load(top: WrappedUnit, found: Mapping[str, Any], prefix: str) -> None:
+    """Refuse a state that ``top`` or a unit below it cannot load, or that ranks do not share.
+
+    *Collective* over every group of the units: one all-gather of 16 bytes per rank.
+
+    Raises:
+        AssertionError: a unit is in use, or an entry of the local or sharded form is none.
+        RuntimeError: an entry of the sharded form has another shape, or see ``form_of``.
+        ValueError: ranks have entries for different parameters.
+    """
+    units = units_of(top)
+    check_forms(units)
+    check_idle([unit._state for unit in units])
+    lines: list[str] = []
+    problem: Exception | None = None
+    for unit, start in unit_prefixes(top, prefix):
+        kind, _ = form_of(unit)
+        for group in unit._state.groups:
+            try:
+                lines += _entries(unit, group, kind, found, start)
+            except (RuntimeError, AssertionError) as error:
+                problem = problem or error
+    groups = dict.fromkeys(group for unit in units for group in unit._state.mesh_info.groups)
+    agree(lines, problem, list(groups), top._state.device, _without_names, what="state dict")
+
+
+def _entries(
+    unit: WrappedUnit,
+    group: FSDPParamGroup,
+    kind: StateDictType,
+    found: Mapping[str, Any],
+    start: str,
+) -> Iterator[str]:
+    """Yield one line per entry that ``unit`` should have, and raise what is wrong with one."""
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        problem = problem_with(group, found.get(f"{start}{FLAT_PARAM}"))
+        if problem is not None:
+            raise AssertionError(f"{problem} (entry '{start}{FLAT_PARAM}')")
+        return
+    strict = kind is StateDictType.SHARDED_STATE_DICT and not changes_loads(unit)
+    for names, param in zip(param_names(unit), group.shard.plain, strict=True):
+        for name in names:
+            value = found.get(f"{start}{name}")
+            if strict and value is not None:
+                _check_sharded(f"{start}{name}", value, param.shape)
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            yield f"'{start}{name}' " + ("absent" if value is None else str(shape))
+
+
+def _check_sharded(key: str, value: Any, shape: torch.Size) -> None:
+    if isinstance(value, ShardedTensor) and len(value.local_shards()) > 1:
+        raise AssertionError(
+            f"Expects 0 or 1 shard per rank but got {len(value.local_shards())} shards of '{key}'"
+        )
+    if isinstance(value, torch.Tensor) and value.shape != shape:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict: size mismatch for {key}: copying a param with shape "
+            f"{value.shape} from checkpoint, the shape in current model is {shape}."
+        )
+
+
+def _without_names(line: str) -> str:
+    return re.sub("'[^']*'", "", line)

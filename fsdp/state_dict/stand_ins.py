@@ -1,0 +1,54 @@
+"""Parameters without memory of their own, which hold the places of the original ones for a while.
+
+While modules are saved or loaded, they must have parameters of the right names and shapes; what
+is in them is not needed where a state has another form. Knows one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.flat_exposure import FlatExposure
+from fsdp.flat_parameter import FlatParam
+from fsdp.original_exposure import OriginalExposure
+
+
+class StandIns:
+    """One element of memory for each parameter of a group, shown in the shape of the parameter."""
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        exposure = group.options.exposure
+        assert isinstance(exposure, (FlatExposure, OriginalExposure))
+        self._exposure = exposure
+        self._params = [param for param in group.shard.plain if isinstance(param, FlatParam)]
+        device = group.shard.data.device
+        self._shown = [
+            torch.zeros(1, dtype=param.dtype, device=device).as_strided(
+                param.shape, [0] * len(param.shape)
+            )
+            for param in self._params
+        ]
+        self._index = {
+            shown.untyped_storage().data_ptr(): index for index, shown in enumerate(self._shown)
+        }
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Register them under the original names for the body."""
+        self._exposure.show_full(self._params, self._shown)
+        try:
+            yield
+        finally:
+            self._exposure.hide_full(self._params)
+
+    def index_of(self, value: Any) -> int | None:
+        """Return for which parameter ``value`` stands; None if for none."""
+        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+            return None
+        return self._index.get(value.untyped_storage().data_ptr())

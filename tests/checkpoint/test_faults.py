@@ -1,0 +1,355 @@
+"""Damaged, incomplete and foreign checkpoints: refused by name on every rank, nothing touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
+
+from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
+from fsdp import checkpoint
+from fsdp.checkpoint import CheckpointError
+from tests.fsdp.ranks import error_of, named_on_every_rank, on_ranks
+from tests.reshard.faces import Marks, Odd, everything, fresh, made, marked, plain, same
+
+FACES = pytest.mark.parametrize("face", ["flat", "fully"])
+
+
+def _saves(context: RankContext, *, path: str, face: str, seed: int = 7, form: str) -> None:
+    model = made(face, list(range(context.world_size)), seed)
+    assert model is not None
+    checkpoint.save(path, model, marked(model), format=form)
+
+
+def _refuses(context: RankContext, *, path: str, face: str) -> list[str]:
+    model = made(face, list(range(context.world_size)), seed=8)
+    assert model is not None
+    optimizer = marked(model, lr=0.5)
+    before = everything(model, optimizer)
+    error = error_of(lambda: checkpoint.load(path, model, optimizer))
+    same(everything(model, optimizer), before)
+    return error
+
+
+def _loads(context: RankContext, *, path: str, face: str, seed: int) -> None:
+    ranks = list(range(context.world_size))
+    model, wanted = made(face, ranks, seed=9), made(face, ranks, seed)
+    assert model is not None
+    assert wanted is not None
+    optimizer, expected = fresh(model), marked(wanted)
+    checkpoint.load(path, model, optimizer)
+    same(everything(model, optimizer), everything(wanted, expected))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "truncated": ("__1_0.distcp", cut, "was not written to its end"),
+    "empty": ("__0_0.distcp", empty, "has 0 bytes"),
+    "flipped": ("__1_0.distcp", flip, "its bits have changed"),
+    "longer": ("__0_0.distcp", lengthen, "was changed since"),
+    "missing": ("__1_0.distcp", Path.unlink, "is missing"),
+    "metadata flipped": (".metadata", flip, "its bits have changed"),
+    "metadata missing": (".metadata", Path.unlink, "is missing"),
+    "digests missing": ("digests.json", Path.unlink, "which is written last"),
+    "digests cut": ("digests.json", cut, "is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(damage: str, tmp_path: Path) -> None:
+    damaged(damage, "flat", tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_by_dtensors(damage: str, tmp_path: Path) -> None:
+    damaged(damage, "fully", tmp_path)
+
+
+def damaged(damage: str, face: str, tmp_path: Path) -> None:
+    name, change, fragment = DAMAGES[damage]
+    path = tmp_path / "saved"
+    on_ranks(_saves, 2, path=str(path), face=face, form="sharded")
+    change(path / name)
+    errors = on_ranks(_refuses, 2, path=str(path), face=face)
+    named_on_every_rank(errors, CheckpointError, fragment)
+    named_on_every_rank(errors, CheckpointError, str(path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fragment"),
+    [
+        ("model.safetensors", cut, "was not written to its end"),
+        ("optimizer.safetensors", flip, "its bits have changed"),
+        ("optimizer.safetensors", Path.unlink, "is missing"),
+        ("digests.json", Path.unlink, "is missing"),
+    ],
+    ids=["truncated", "flipped", "missing", "digests"],
+)
+def test_damaged_safetensors_are_refused(
+    name: str, change: Callable[[Path], None], fragment: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "saved"
+    on_ranks(_saves, 2, path=str(path), face="flat", form="safetensors")
+    change(path / name)
+    errors = on_ranks(_refuses, 2, path=str(path), face="flat")
+    named_on_every_rank(errors, CheckpointError, fragment)
+    named_on_every_rank(errors, CheckpointError, str(path / name))
+
+
+def _foreign(context: RankContext, *, path: str) -> None:
+    """As users of PyTorch save: no digest file."""
+    writer = FileSystemWriter(path)
+    save_with_torch({"model": plain().state_dict()}, storage_writer=writer)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fragment"),
+    [
+        ("__0_0.distcp", cut, "was not written to its end"),
+        ("__1_0.distcp", Path.unlink, "is missing"),
+        (".metadata", empty, "is damaged"),
+    ],
+    ids=["short", "missing", "metadata"],
+)
+def test_foreign_checkpoints_lack_nothing(
+    name: str, change: Callable[[Path], None], fragment: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "saved"
+    on_ranks(_foreign, 2, path=str(path))
+    change(path / name)
+    errors = on_ranks(_refuses, 2, path=str(path), face="fully")
+    named_on_every_rank(errors, CheckpointError, fragment)
+    named_on_every_rank(errors, CheckpointError, str(path / name))
+
+
+def test_a_state_that_was_not_saved_is_refused(tmp_path: Path) -> None:
+    on_ranks(_foreign, 2, path=str(tmp_path / "saved"))
+    errors = on_ranks(_refuses, 2, path=str(tmp_path / "saved"), face="fully")
+    named_on_every_rank(errors, ValueError, "has no optimizer state")
+
+
+def test_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    errors = on_ranks(_refuses, 2, path=str(tmp_path / "saved"), face="fully")
+    named_on_every_rank(errors, FileNotFoundError, "there is no checkpoint at")
+
+
+# Another model, other optimizers
+
+
+def smaller(model: Odd) -> None:
+    model.blocks[1] = torch.nn.Linear(6, 6)
+
+
+def wider(model: Odd) -> None:
+    model.gain = torch.nn.Parameter(torch.rand(2))
+
+
+def larger(model: Odd) -> None:
+    model.more = torch.nn.Parameter(torch.rand(2))
+
+
+def one_group(model: Any) -> Marks:
+    return Marks(model.parameters())
+
+
+def _other_model(context: RankContext, *, path: str, face: str, change: Any) -> list[str]:
+    ranks = list(range(context.world_size))
+    inner = plain(seed=8)
+    change(inner)
+    model = made(face, ranks, model=inner)
+    assert model is not None
+    optimizer = marked(model)
+    before = everything(model, optimizer)
+    error = error_of(lambda: checkpoint.load(path, model, optimizer))
+    same(everything(model, optimizer), before)
+    return error
+
+
+@FACES
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (smaller, "the checkpoint has no 'blocks.1.weight'"),
+        (wider, "'model.gain' has shape (1,) in the checkpoint, and (2,) in the model"),
+        (larger, "the checkpoint has no 'more'"),
+    ],
+    ids=["names", "shape", "more"],
+)
+def test_another_model_is_refused(
+    change: Callable[[Odd], None], fragment: str, face: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "saved")
+    on_ranks(_saves, 2, path=path, face=face, form="sharded")
+    errors = on_ranks(_other_model, 2, path=path, face=face, change=change)
+    named_on_every_rank(errors, ValueError, fragment)
+
+
+def _other_groups(context: RankContext, *, path: str, kind: str) -> list[str]:
+    ranks = list(range(context.world_size))
+    saved, model = made("original", ranks), made("original", ranks, seed=8)
+    assert saved is not None
+    assert model is not None
+    params = list(saved.parameters())
+    groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": 0.2}]
+    before = Marks(groups)
+    before.step()
+    checkpoint.save(path, saved, before)
+    chosen = list(model.parameters())
+    after = Marks(chosen if kind == "merged" else chosen[1:])
+    untouched = everything(model, after)
+    error = error_of(lambda: checkpoint.load(path, model, after))
+    # Everything was read by then, and nothing was put where it belongs.
+    same(everything(model, after), untouched)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "fragment"),
+    [
+        ("merged", "are in one parameter group here, and had other options before"),
+        ("fewer", "none of the optimizers here trains"),
+    ],
+)
+def test_other_groups_are_refused(kind: str, fragment: str, tmp_path: Path) -> None:
+    errors = on_ranks(_other_groups, 2, path=str(tmp_path / "saved"), kind=kind)
+    named_on_every_rank(errors, ValueError, fragment)
+
+
+# Saving
+
+
+def _cannot_save(context: RankContext, *, path: str) -> list[str]:
+    model = made("flat", list(range(context.world_size)))
+    assert model is not None
+    return error_of(lambda: checkpoint.save(path, model))
+
+
+def test_a_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    errors = on_ranks(_cannot_save, 2, path=str(tmp_path / "file" / "saved"))
+    named_on_every_rank(errors, FileExistsError, str(tmp_path / "file"))
+
+
+def test_other_files_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("years of work")
+    errors = on_ranks(_cannot_save, 2, path=str(tmp_path / "thesis"))
+    named_on_every_rank(errors, FileExistsError, "is no checkpoint; it is not replaced")
+    assert (tmp_path / "thesis" / "chapter").read_text() == "years of work"
+
+
+def _fails_on_one_rank(context: RankContext, *, path: str) -> list[str]:
+    model = made("flat", list(range(context.world_size)))
+    assert model is not None
+    if context.rank == 1:
+        FileSystemWriter.write_data = _disk_full  # type: ignore[method-assign]
+    return error_of(lambda: checkpoint.save(path, model))
+
+
+def _disk_full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _dies(context: RankContext, *, path: str, face: str, where: str) -> None:
+    ranks = list(range(context.world_size))
+    model = made(face, ranks, seed=8)
+    assert model is not None
+    optimizer = marked(model)
+    if where == "write" and context.rank == 1:
+        FileSystemWriter.write_data = _killed  # type: ignore[method-assign]
+    if where == "digest" and context.rank == 1:
+        os.fsync = _killed
+    if where == "rename" and context.rank == 0:
+        rename = Path.rename
+
+        def second(self: Path, target: Any) -> Path:
+            # After the old checkpoint has left and before the new one has come.
+            return _killed() if self.name.startswith(".saved.saving") else rename(self, target)
+
+        Path.rename = second  # type: ignore[method-assign]
+    checkpoint.save(path, model, optimizer)
+
+
+def _killed(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_cannot_write_spoils_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    on_ranks(_saves, 2, path=path, face="flat", form="sharded")
+    errors = on_ranks(_fails_on_one_rank, 2, fresh=True, path=path)
+    named_on_every_rank(errors, CheckpointError, "on rank 1 OSError: [Errno 28] No space")
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    on_ranks(_loads, 2, path=path, face="flat", seed=7)
+
+
+@pytest.mark.parametrize("where", ["write", "digest", "rename"])
+def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(where: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    on_ranks(_saves, 2, path=path, face="fully", form="sharded")
+    pool = shared_pool(2, "cpu", preload=("tests.fsdp.preload",))
+    outcome = pool.run(Job.of(_dies, path=path, face="fully", where=where), fresh=True)
+    assert outcome.verdict is RankVerdict.CRASH, outcome.sentence
+    on_ranks(_loads, 2, path=path, face="fully", seed=7)
+    # And the next save clears up.
+    on_ranks(_saves, 2, path=path, face="fully", seed=10, form="sharded")
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    on_ranks(_loads, 2, path=path, face="fully", seed=10)
+
+
+def _unequal(context: RankContext, *, path: str) -> list[str]:
+    ranks = list(range(context.world_size))
+    inner = plain()
+    if context.rank == 1:
+        larger(inner)
+    dist.barrier()
+    model = made("plain", ranks, model=inner)
+    assert model is not None
+    return error_of(lambda: checkpoint.save(path, model))
+
+
+def test_ranks_with_other_models_are_refused(tmp_path: Path) -> None:
+    errors = on_ranks(_unequal, 2, path=str(tmp_path / "saved"))
+    named_on_every_rank(errors, ValueError, "rank 0 has 'scale'")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one of \('sharded', 'safetensors'\), got 'zip'"):
+        checkpoint.save(tmp_path / "saved", plain(), format="zip")
+
+
+def test_what_safetensors_cannot_say_is_refused(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = fresh(model)
+    assert optimizer is not None
+    optimizer.param_groups[0]["when"] = {1: 2}
+    with pytest.raises(TypeError, match="use format='sharded'"):
+        checkpoint.save(tmp_path / "saved", model, optimizer, format="safetensors")
+    assert not list(tmp_path.iterdir())
