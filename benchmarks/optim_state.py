@@ -174,7 +174,7 @@ def report(
     if args.out is not None:
         found = {
             "machine": machine,
-            "options": vars(args) | {"out": str(args.out)},
+            "options": vars(args) | {"out": args.out.name},
             "times": {n: {"seconds": s.seconds, "peak": s.peaks} for n, s in sides.items()},
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -295,7 +295,7 @@ def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch
             n: {"seconds": t.times.phases | t.times.methods, "peak": t.times.peak}
             for n, t in trainees.items()
         }
-        found = {"machine": machine, "options": vars(args) | {"out": str(args.out)}, "times": times}
+        found = {"machine": machine, "options": vars(args) | {"out": args.out.name}, "times": times}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
         args.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")

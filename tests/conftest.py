@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
+
+import pytest
 
 # Before anything imports torch: the models are tiny, and threads that wait for each other on two
 # busy cores cost more than they compute.
@@ -13,3 +16,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the processes that they start, would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Where tests are matrices, each cell a training on ranks: a few cells, spread over all, stand for
+# the others in a quick run.
+MATRICES = ("state_dict", "optim_state", "reshard", "checkpoint", "interop", "fsdp")
+STANDING_FOR_ALL = 5
+STRIDES = (1, 3, 5, 7, 11, 13, 17, 23, 31, 47, 71, 101, 151, 227, 347, 521)
+
+
+def stride(size: int) -> int:
+    """How far apart the cells are: no divisor of `size`, or a parameter would have one value."""
+    fit = (s for s in STRIDES if s * STANDING_FOR_ALL >= size and (s == 1 or size % s))
+    return next(fit, STRIDES[-1])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark most cells of large matrices as long."""
+    tests = [(item.path, getattr(item, "originalname", item.name)) for item in items]
+    sizes, seen = Counter(tests), Counter[tuple[object, str]]()
+    for item, test in zip(items, tests, strict=True):
+        number = seen[test]
+        seen[test] += 1
+        if item.path.parent.name in MATRICES and number % stride(sizes[test]):
+            item.add_marker(pytest.mark.long)

@@ -178,8 +178,11 @@ class OptimizerView:
                     group[key] = value
 
     def holders(self) -> list[torch.Tensor]:
-        """Return all parameters of the optimizers."""
-        return list(self._owner)
+        """Return the parameters whose state a load replaces: all that this rank steps on.
+
+        Of the others an optimizer may have made an empty state, which stays what it is.
+        """
+        return [holder for holder in self._owner if not _never_steps(self._of_holder[holder][0])]
 
 
 @dataclass(frozen=True, kw_only=True)

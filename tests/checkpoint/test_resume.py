@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -179,7 +179,22 @@ def check(case: Case) -> None:
         on_ranks(_trip, max(case.one, case.other), case=case, path=path)
 
 
+STATE_FROM_THE_START = Case(
+    source="original",
+    target="original",
+    one=3,
+    other=3,
+    optimizer="adagrad",  # makes its state with itself, for parts without elements too
+    blocks=2,
+    hidden=1,
+    frozen=0,
+    dtype=torch.float32,
+    way="live",
+)
+
+
 @given(CASES)
+@example(STATE_FROM_THE_START)
 @QUICK
 def test_there_and_back_and_one_step(case: Case) -> None:
     check(case)

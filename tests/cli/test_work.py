@@ -120,7 +120,7 @@ def test_several_patterns_of_variants_add_up() -> None:
     names = list(make_adapter(DDP)[0].variants)
     work = work_of(Selection(adapters=(DDP,), variants=(names[1], names[0])))
     assert [subject.variant for subject, _ in work.subjects] == names[:2]
-    with pytest.raises(UsageError, match="no variant of .* 'nope'"):
+    with pytest.raises(UsageError, match=r"no variant of .* 'nope'"):
         work_of(Selection(adapters=(DDP,), variants=(names[0], "nope")))
 
 

@@ -36,7 +36,7 @@ def losses_of_one_process() -> list[float]:
 @pytest.mark.skipif(
     0 < torch.accelerator.device_count() < WORLD, reason="the scripts take one device a rank"
 )
-@pytest.mark.parametrize("name", ["composable", "wrapper"])
+@pytest.mark.parametrize("name", ["composable", pytest.param("wrapper", marks=pytest.mark.long)])
 def test_a_script_of_the_readme_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
     (script,) = re.findall(BLOCK.format(name), README.read_text(encoding="utf-8"), re.M | re.S)
     (tmp_path / f"{name}.py").write_text(script)

@@ -86,6 +86,7 @@ def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.Com
     )
 
 
+@pytest.mark.long
 def test_pytest_with_workers_finds_the_same_outcomes() -> None:
     done = run("-m", "pytest", "-q", "-rA", "-n", "2", "-p", "no:cacheprovider",
                "-k", "not 37 and not Many", "tests/testing/samples.py")  # fmt: skip
