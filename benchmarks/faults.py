@@ -88,6 +88,8 @@ HOSTS = {
 
 def commit(host: str, fault: str, answer: Path) -> None:
     """In the controller: the fault, then another test; what is known so far stands in `answer`."""
+    # A shell in the background has interrupts ignored, and so would have its processes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with HOSTS[host]() as run:
         answer.with_name("started").touch()
         for key, method in (("fault", fault), ("next", NEXT)):

@@ -1,0 +1,276 @@
+"""Single sentences about the wrapper: its names, what `device_id` moves, delays, low precision."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from torch import nn
+from torch.nn import functional
+
+import fsdp
+from conformance.models.fixtures import MixtureOfExperts, NestedWrappedModuleWithDelay
+from conformance.ranks import RankContext
+from fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, wrapper_making
+from fsdp.wrap import ModuleWrapPolicy
+from fsdp.wrapper import FullyShardedDataParallel as FSDP
+from tests.fsdp.plain import Residual, batch, build, loss_of, train_plain
+from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.streams import COMPUTE, OrderedStreams, Races
+from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
+from tests.fsdp.test_wrapper_parity import Wrap, bare_parameters, same, trained, with_ddp, with_ours
+from tests.state_dict.test_properties import QUICK, examples
+
+CPU = torch.device("cpu")
+LOW = torch.bfloat16
+
+# Names
+
+NAMES = {
+    *("FullyShardedDataParallel", "ShardingStrategy", "BackwardPrefetch", "MixedPrecision"),
+    *("CPUOffload", "StateDictType", "StateDictSettings", "OptimStateKeyType", "FlatParameter"),
+    *("StateDictConfig", "FullStateDictConfig", "LocalStateDictConfig", "ShardedStateDictConfig"),
+    *("OptimStateDictConfig", "FullOptimStateDictConfig", "LocalOptimStateDictConfig"),
+    "ShardedOptimStateDictConfig",
+}
+
+
+def test_every_name_of_the_wrapper_is_exported() -> None:
+    assert set(fsdp.__all__) >= NAMES
+    assert [name for name in NAMES if getattr(fsdp, name).__name__ != name] == []
+
+
+def _quiet(context: RankContext) -> None:
+    model = wrapped()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+
+
+def test_the_settings_of_states_give_no_warning() -> None:
+    on_ranks(_quiet, 2)
+
+
+# What `device_id` moves
+
+
+def _moved(context: RankContext, *, offload: bool) -> list[str]:
+    model = build()
+    model.blocks[0] = FSDP(model.blocks[0])
+    names = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
+    found: list[str] = []
+
+    def move(tensors: list[torch.Tensor], device: torch.device) -> None:
+        assert device == CPU
+        found.extend(names[id(tensor)] for tensor in tensors)
+
+    with mock.patch.object(wrapper_making, "move_to", move):
+        FSDP(
+            model,
+            device_id=CPU,
+            ignored_modules=[model.blocks[1]],
+            cpu_offload=CPUOffload(offload_params=offload),
+        )
+    return found
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_unit_moves_what_it_owns_alone(*, offload: bool) -> None:
+    wanted = ["inp.weight", "inp.bias", "out.weight", "out.bias", "scale"]
+    assert agreed(_moved, 2, offload=offload) == wanted
+
+
+# Streams and delays
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "keep": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "replicas": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+    "cast": {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
+}
+
+
+def _ordered(context: RankContext, variant: str, *, original: bool) -> list[Any]:
+    """Accumulates, reduces and steps on streams of which every wait is known."""
+    model, plain = wrapped(use_orig_params=original, **VARIANTS[variant]), build()
+    streams = OrderedStreams()
+    model._state.comm().streams = streams
+    races = Races(streams)
+    with races:
+        train(model, context.rank, micro=2)
+    train_plain(plain, context.world_size, micro=2)
+    agrees(model, plain)
+    return [races.found, sorted({stream for _, stream in races.kernels})]
+
+
+@ORIGINAL
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_kernel_runs_beside_one_that_it_conflicts_with(variant: str, *, original: bool) -> None:
+    for found, streams in on_ranks(_ordered, 2, variant=variant, original=original):
+        assert found == []
+        assert COMPUTE in streams
+        assert "reduce" in streams or variant == "replicas"
+
+
+def _delayed(context: RankContext, *, original: bool) -> None:
+    """The second rank is late after its losses and in its reductions."""
+    late = {"delay_after_loss_ms": 20.0, "delay_before_reduction_ms": 5.0}
+
+    def make(rank: int, unit: Wrap) -> nn.Module:
+        return NestedWrappedModuleWithDelay(rank=rank, wrap=unit, **(late if rank else {}))
+
+    same(with_ours(make, use_orig_params=original), with_ddp(make), "DistributedDataParallel")
+
+
+@ORIGINAL
+def test_delays_change_nothing(*, original: bool) -> None:
+    on_ranks(_delayed, 2, original=original)
+
+
+def _delayed_expert(context: RankContext) -> None:
+    """The device is busy where the parameters of the expert of one rank are given up."""
+    alone = [dist.new_group([rank]) for rank in range(context.world_size)][context.rank]
+
+    def expert(module: nn.Module) -> nn.Module:
+        return FSDP(module, process_group=alone)
+
+    def make(rank: int, unit: Wrap) -> nn.Module:
+        return MixtureOfExperts(
+            rank=rank, wrap=unit, wrap_expert=expert, delay_before_free_ms=20.0 * rank
+        )
+
+    plain = MixtureOfExperts(rank=context.rank)
+    wanted = trained(plain, lambda: bare_parameters(plain), lambda: None)
+    same(with_ours(make), wanted, "no wrapper")
+
+
+def test_a_delay_before_parameters_are_given_up_changes_nothing() -> None:
+    on_ranks(_delayed_expert, 2, fresh=True)
+
+
+# Low precision
+
+
+class Normed(nn.Module):
+    """Batch norm between two layers, in its own precision; as plain arithmetic in `low`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.norm, self.out = nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.inp(x)))
+
+    def low(self, x: torch.Tensor) -> torch.Tensor:
+        def linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x.to(LOW), layer.weight.to(LOW), layer.bias.to(LOW))
+
+        return linear(self.out, self.norm(linear(self.inp, x).float()))
+
+
+def _normed(*, sync: bool) -> nn.Module:
+    model = build(Normed)
+    if sync:  # computes on accelerators alone, but for evaluation
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model).eval()
+        assert type(model.norm) is nn.SyncBatchNorm
+    return model
+
+
+def _precise(context: RankContext, *, sync: bool) -> None:
+    plain = _normed(sync=sync)
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        model = FSDP(
+            _normed(sync=sync),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(param_dtype=LOW, reduce_dtype=torch.float32),
+            use_orig_params=True,
+        )
+    dtypes: list[torch.dtype] = []
+
+    def look(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        dtypes.extend([args[0].dtype, module.weight.dtype, module.running_mean.dtype])
+
+    model.norm.module.register_forward_pre_hook(look)
+    loss_of(model, batch(0, context.rank)).backward()
+    assert dtypes == [torch.float32] * 3
+    for rank in range(context.world_size):
+        (loss_of(plain.low, batch(0, rank)) / context.world_size).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["batch_norm", "sync_batch_norm"])
+def test_a_batch_norm_in_full_precision_has_the_right_gradients(*, sync: bool) -> None:
+    on_ranks(_precise, 2, sync=sync)
+
+
+GAP = 16
+"""Bytes to which parameters are aligned."""
+
+
+def _low_bytes() -> int:
+    """Memory in low precision that Python knows of; not the zeros that fill gaps of a layout."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    storages = [t.untyped_storage() for t in found if t.dtype == LOW and not t.is_meta]
+    return sum(size for size in {s._cdata: s.nbytes() for s in storages}.values() if size > GAP)
+
+
+def _low_memory(context: RankContext, strategy: str, *, original: bool) -> list[int]:
+    """Bytes in low precision before, inside and after iterations; no optimizer keeps any."""
+    before = _low_bytes()
+    model = wrapped(
+        use_orig_params=original,
+        mixed_precision=MixedPrecision(param_dtype=LOW),
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    found = [_low_bytes() - before]
+    block = model.blocks[0].module
+    handle = block.register_forward_pre_hook(lambda *_: found.append(_low_bytes() - before))
+    for step in range(2):
+        loss_of(model, batch(step, context.rank)).backward()
+        handle.remove()
+        model.zero_grad()
+        # The backend's threads let go of what was sent a moment after it has arrived.
+        patience = 50
+        while (left := _low_bytes() - before) and patience:
+            time.sleep(0.01)
+            patience -= 1
+        found.append(left)
+    return found
+
+
+@ORIGINAL
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_nothing_in_low_precision_is_kept_between_iterations(
+    strategy: str, *, original: bool
+) -> None:
+    start, inside, *after = agreed(_low_memory, 2, strategy=strategy, original=original)
+    assert (start, after) == (0, [0, 0])
+    assert inside >= 2 * sum(param.numel() for param in build(Residual).parameters())
+
+
+# What a drawn case that fails shows
+
+
+def test_a_drawn_case_that_fails_shows_the_model_and_its_units() -> None:
+    @settings(QUICK, database=None, derandomize=True)
+    @given(examples())
+    def fails(example: dict[str, Any]) -> None:
+        assert len(example["dims"]) < 3
+
+    with pytest.raises(AssertionError) as caught:
+        fails()
+    shown = "\n".join(caught.value.__notes__)
+    for part in ("'dims': [1, 1, 1]", "'units': [False, False]", "'world': 1"):
+        assert part in shown
