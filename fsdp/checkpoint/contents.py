@@ -15,7 +15,7 @@ from fsdp.checkpoint.boxed import Boxed
 from fsdp.reshard.boxes import boxes_of
 from fsdp.reshard.optimizer import Saved, Values
 from fsdp.reshard.pieces import Piece
-from fsdp.reshard.side import Local
+from fsdp.reshard.side import Local, Side
 from fsdp.reshard.together import own_rank
 
 MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups."
@@ -35,29 +35,31 @@ def empty_box(piece: Piece, held: torch.Tensor) -> Boxed:
     return Boxed(dealt.shape, boxes_of(dealt, dealt.ranks.shard_of(own_rank())), held)
 
 
-def state_of(local: Local, *, copy: bool = False) -> dict[str, Any]:
+def state_of(local: Local, side: Side, *, copy: bool = False) -> dict[str, Any]:
     """Return what this rank saves, nested as ``torch.distributed.checkpoint`` users nest it.
 
     Args:
         local: the model and its optimizers.
-        copy: whether tensors are copied to the CPU, so that training may go on.
+        side: what the ranks have agreed on; all of them save this where it is no tensor.
+        copy: whether tensors are copied to the CPU, so that training may go on; ``side`` shares
+            nothing with it.
     """
-    told = local.told
     model: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
     for piece in local.pieces:
         whole = boxed(piece, piece.holder, piece.dtype, copy=copy)
         model.update(dict.fromkeys(piece.names, whole))
-        saved = told.states.get(piece.name)
+        saved = side.states.get(piece.name)
         if saved is not None:
             entries = local.view.per_element(piece)
             state[piece.name] = {
                 **saved.values,
                 **{k: boxed(piece, v, v.dtype, copy=copy) for k, v in entries.items()},
             }
-    found: dict[str, Any] = {"model": {**model, **told.objects}}
-    if told.groups is not None:
-        found["optim"] = {"state": state, "param_groups": [dict(group) for group in told.groups]}
+    found: dict[str, Any] = {"model": {**model, **side.objects}}
+    if side.groups is not None:
+        groups = [dict(group) for group in side.groups]
+        found["optim"] = {"state": state, "param_groups": groups}
     return found
 
 

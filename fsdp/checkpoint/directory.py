@@ -46,10 +46,16 @@ def is_checkpoint(path: Path) -> bool:
 def finish(fresh: Path, path: Path) -> None:
     """Let a complete checkpoint take the place of the one before, if any."""
     previous = _beside(path, "previous")
-    if path.exists():
+    replaces = path.exists()
+    if replaces:
         shutil.rmtree(previous, ignore_errors=True)
         path.rename(previous)
-    fresh.rename(path)
+    try:
+        fresh.rename(path)
+    except BaseException:
+        if replaces:
+            previous.rename(path)
+        raise
     sync_directory(path.parent)
     shutil.rmtree(previous, ignore_errors=True)
     # Of saves that were killed.

@@ -18,12 +18,14 @@ from fsdp.checkpoint.digests import (
     check_sizes,
     read_digests,
 )
+from fsdp.checkpoint.directory import METADATA
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.request import Request
-from fsdp.checkpoint.safe_file import is_safe
+from fsdp.checkpoint.safe_file import MODEL_FILE, OPTIMIZER_FILE, is_safe
 from fsdp.checkpoint.safe_read import SafeCatalog
 from fsdp.checkpoint.saving import Optimizers, share
-from fsdp.reshard.side import Local, agreed_side
+from fsdp.reshard.agreed import agreed_tensors
+from fsdp.reshard.side import Local
 from fsdp.reshard.together import Group, own_rank, ranks_of, together, told_by
 
 
@@ -55,47 +57,92 @@ def load(
     *Collective*. *Memory*: on the host, what this rank holds, and one box as it was saved. *Blocks*
     the host.
 
+    Only files that the digest file lists are read, if there is one.
+
     Raises:
         FileNotFoundError: no checkpoint is there.
-        CheckpointError: a file is missing, short, or has other bits than were written.
+        CheckpointError: a file is missing, short, has other bits than were written, or is not
+            listed; or another checkpoint took the place of this one meanwhile.
         ValueError: it is of another model or of other optimizers.
+        RuntimeError: the model is in forward or backward, or inside ``summon_full_params``.
 
     Whatever is raised is raised on all ranks, and nothing was changed.
     """
     group, ranks = process_group, ranks_of(process_group)
-    where = _checked(Path(path).resolve(), group)
+    where, digests, seal = _checked(Path(path).resolve(), group)
     local = together(lambda: Local(model, optimizers, ranks), group)
-    agreed_side(together(lambda: local.told, group), ranks, group)
+    agreed_tensors(together(lambda: local.told, group), ranks, group)
 
     def look() -> Request:
         keys = (model_key, optimizer_key)
-        return Request(local, _catalog(where, group, keys))
+        return Request(local, _catalog(where, digests, group, keys))
 
     request = together(look, group)
     objects = request.catalog.read(request.wanted)
 
     def fit() -> Commit:
         request.put_aside(objects)
+        _check_seal(where, seal)
         return Commit(local, request.staged)
 
     together(fit, group).run()
 
 
-def _catalog(where: Path, group: Group, keys: tuple[str, str]) -> Catalog:
-    if is_safe(where):
-        return SafeCatalog(where, group)
-    return sharded.ShardedCatalog(where, sharded.metadata_of(where), group, keys)
+def _catalog(where: Path, digests: Digests, group: Group, keys: tuple[str, str]) -> Catalog:
+    """Return what the checked files have; without digests: those of another package.
+
+    Raises:
+        CheckpointError: something would be read that the digests do not list.
+    """
+    if MODEL_FILE in digests:
+        return SafeCatalog(where, group, with_optimizer=OPTIMIZER_FILE in digests)
+    if digests and METADATA not in digests:
+        raise CheckpointError(
+            f"{where / DIGESTS} lists neither {METADATA} nor {MODEL_FILE}; take another checkpoint"
+        )
+    metadata = sharded.metadata_of(where)
+    for name in sharded.least_sizes(metadata) if digests else ():
+        if name not in digests:
+            raise CheckpointError(
+                f"{where / name} is not listed in {DIGESTS}, so nobody has checked its bits; take "
+                "another checkpoint"
+            )
+    return sharded.ShardedCatalog(where, metadata, group, keys)
 
 
-def _checked(path: Path, group: Group) -> Path:
-    """Return where the checkpoint is, once all its files are seen to be whole."""
+def _seal_of(where: Path) -> bytes | None:
+    """Return what tells one checkpoint from the next at its place; None if there is none."""
+    for name in (DIGESTS, METADATA):
+        if (where / name).is_file():
+            return name.encode() + (where / name).read_bytes()
+    return None
+
+
+def _check_seal(where: Path, seal: bytes | None) -> None:
+    """Refuse what was read while another checkpoint took the place of the checked one."""
+    if _seal_of(where) != seal:
+        raise CheckpointError(
+            f"{where} was replaced or changed while it was read: {DIGESTS} is not what it was. "
+            "Load again when nobody writes there."
+        )
+
+
+def _checked(path: Path, group: Group) -> tuple[Path, Digests, bytes | None]:
+    """Return where the checkpoint is, once all its files are seen to be whole.
+
+    With it its digests, and the seal by which a later look sees that it is still the same.
+    """
     first = ranks_of(group)[0]
 
-    def inspect() -> tuple[Path, Digests] | None:
-        return _inspected(path) if own_rank() == first else None
+    def inspect() -> tuple[Path, Digests, bytes | None] | None:
+        if own_rank() != first:
+            return None
+        # The seal first: a checkpoint that takes this one's place later has another one.
+        seal = _seal_of(directory.complete(path))
+        return *_inspected(path), seal
 
-    found: tuple[Path, Digests] = told_by(first, together(inspect, group), group)
-    where, digests = found
+    found: tuple[Path, Digests, bytes | None] = told_by(first, together(inspect, group), group)
+    where, digests, _ = found
 
     def check() -> None:
         mine = {name: digests[name] for name in share(sorted(digests), group)}
@@ -103,7 +150,7 @@ def _checked(path: Path, group: Group) -> Path:
         check_digests(where, mine)
 
     together(check, group)
-    return where
+    return found
 
 
 def _inspected(path: Path) -> tuple[Path, Digests]:
@@ -115,6 +162,8 @@ def _inspected(path: Path) -> tuple[Path, Digests]:
     """
     where = directory.complete(path)
     digests = read_digests(where)
+    if digests is not None and not digests:
+        raise CheckpointError(f"{where / DIGESTS} lists no files; take another checkpoint")
     if digests is not None:
         return where, digests
     if is_safe(where):

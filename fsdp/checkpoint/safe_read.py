@@ -23,19 +23,20 @@ class SafeCatalog:
     Args:
         where: the directory.
         group: the ranks that read together.
+        with_optimizer: whether the checkpoint has the file of the optimizers.
 
     Raises:
         CheckpointError: a file is damaged.
     """
 
-    def __init__(self, where: Path, group: Group) -> None:
+    def __init__(self, where: Path, group: Group, *, with_optimizer: bool) -> None:
         self._group = group
         self.entries: Entries = {}
         self._places: dict[str, tuple[Path, str]] = {}
         self._objects: dict[str, Any] = {}
         objects = self._look(where / MODEL_FILE, MODEL)
         self._keep(MODEL, restored(objects["extra"]))
-        if (where / OPTIMIZER_FILE).exists():
+        if with_optimizer:
             objects = self._look(where / OPTIMIZER_FILE, "optim.")
             for name, values in objects["values"].items():
                 self._keep(f"{STATE}{name}.", restored(values))

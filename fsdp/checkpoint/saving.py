@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from fsdp.checkpoint import directory, safe, sharded
 from fsdp.checkpoint.contents import state_of
 from fsdp.checkpoint.digests import Digests, digest_files, files_of, write_digests
-from fsdp.reshard.side import Local, agreed_side
+from fsdp.reshard.agreed import agreed_side
+from fsdp.reshard.side import Local, Side
 from fsdp.reshard.together import Group, gathered, own_rank, ranks_of, together, told_by
 
 FORMATS = ("sharded", "safetensors")
@@ -34,7 +35,8 @@ def save(
 
     Names and shapes are those of the plain model, so any other form and world can load it, and
     PyTorch's own tools can. A checkpoint that was at ``path`` before is replaced in the end; if a
-    rank dies on the way, it is still there. One save at a time for one path.
+    rank dies on the way, it is still there. One save at a time for one path. Extra state of modules
+    may differ between ranks; that of the first rank is saved.
 
     Args:
         path: a directory that all ranks see.
@@ -52,17 +54,19 @@ def save(
         FileExistsError: something is at ``path`` that is no checkpoint.
         OSError: it cannot be written.
         CheckpointError: a rank could not write its part.
-        ValueError: an unknown format, or ranks have other models.
+        ValueError: an unknown format, or ranks have other models, optimizer options, or values
+            (step counts) in the states of optimizers.
+        TypeError: what an optimizer or module keeps cannot be pickled.
+        RuntimeError: the model is in forward or backward, or inside ``summon_full_params``.
         NotImplementedError: tensors or states that are no cut of one dim.
     """
     _check_format(format)
     target = Path(path).resolve()
-    local = _looked_at(model, optimizers, process_group)
+    local, side = _looked_at(model, optimizers, process_group)
     if format == "safetensors":
-        side = agreed_side(local.told, ranks_of(process_group), process_group)
         _save(target, process_group, lambda where: safe.write(where, local, side, process_group))
         return
-    state = together(lambda: state_of(local), process_group)
+    state = together(lambda: state_of(local, side), process_group)
     _save(target, process_group, lambda where: sharded.write(where, state, process_group))
 
 
@@ -95,8 +99,8 @@ def async_save(
             'once with torch.distributed.new_group(backend="gloo")'
         )
     target = Path(path).resolve()
-    local = _looked_at(model, optimizers, process_group)
-    state = together(lambda: state_of(local, copy=True), process_group)
+    local, side = _looked_at(model, optimizers, process_group)
+    state = together(lambda: state_of(local, side, copy=True), process_group)
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
     future: Future[Any] = pool.submit(
         _save, target, process_group, lambda where: sharded.write(where, state, process_group)
@@ -110,12 +114,11 @@ def _check_format(format: str) -> None:
         raise ValueError(f"format must be one of {FORMATS}, got {format!r}")
 
 
-def _looked_at(model: nn.Module, optimizers: Optimizers, group: Group) -> Local:
-    """Return what this rank saves; refuse ranks with other models."""
+def _looked_at(model: nn.Module, optimizers: Optimizers, group: Group) -> tuple[Local, Side]:
+    """Return what this rank saves and what all say of it; refuse ranks that differ."""
     ranks = ranks_of(group)
     local = together(lambda: Local(model, optimizers, ranks), group)
-    agreed_side(together(lambda: local.told, group), ranks, group)
-    return local
+    return local, agreed_side(together(lambda: local.told, group), ranks, group)
 
 
 def _save(target: Path, group: Group, write: Any) -> None:
@@ -135,7 +138,8 @@ def _save(target: Path, group: Group, write: Any) -> None:
 def _seal(fresh: Path, target: Path, first: int, group: Group) -> None:
     """Write the digests and let the checkpoint take its place."""
     leads = own_rank() == first
-    names: list[str] = told_by(first, files_of(fresh) if leads else None, group)
+    found = together(lambda: files_of(fresh) if leads else [], group)
+    names: list[str] = told_by(first, found, group)
     mine = together(lambda: digest_files(fresh, share(names, group)), group)
     digests: Digests = {}
     for each in gathered(mine, group):

@@ -70,10 +70,13 @@ def load_optimizer_state(
         except Exception as error:
             problem = error
     settle(names, problem)
+    loaded = []
     for optimizer, part in zip(optimizers, parts, strict=True):
         with form(model, options):
-            loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, part)
-        optimizer.load_state_dict(loaded)
+            loaded.append(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, part))
+    # Only now: what does not fit one of them leaves all of them as they were.
+    for optimizer, state_of_one in zip(optimizers, loaded, strict=True):
+        optimizer.load_state_dict(state_of_one)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from torch.optim.optimizer import Optimizer
 
 _NUMEL, _CUT, _STEPS = 16, 5, 2
 _TOLERANCE = 1e-4
+# The least rate of a trial: under warm-up, or rounded away, steps would show nothing.
+_RATE = 0.01
 # What every optimizer has; the last three are put there by schedulers and gradient scalers.
 _OF_ALL = frozenset(
     {
@@ -38,7 +40,8 @@ def is_elementwise(
     """Return whether ``optimizer`` steps on each element by itself, with the options of ``group``.
 
     None if it cannot be tried: it keeps more than plain values beside its groups and states, so
-    that a copy would not be independent of it; it needs a closure; it draws random numbers.
+    that a copy would not be independent of it; it needs a closure; it draws random numbers; it
+    moves nothing. A rate of zero, or a small one, is a larger one in the trial.
 
     Neither the optimizer nor its parameters nor random generators change. *Memory*: a few numbers.
     """
@@ -58,8 +61,10 @@ def is_elementwise(
         except Exception:
             return None
     moved = (whole - numbers[0]).abs().max().item()
+    if moved == 0:
+        return None
     error = (torch.cat(parts) - whole).abs().max().item()
-    return error <= _TOLERANCE * max(moved, 1e-12)
+    return error <= _TOLERANCE * moved
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
@@ -93,6 +98,8 @@ def _stepped(
     """Return ``values`` after two steps of a copy of ``optimizer``."""
     param = torch.nn.Parameter(values.clone())
     own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    if "lr" in own:
+        own["lr"] = _rate(own["lr"])
     probe: Optimizer = object.__new__(type(optimizer))
     attributes = {
         name: OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value)
@@ -109,6 +116,13 @@ def _stepped(
         param.grad = gradients * (1 + number)
         step(probe)
     return param.detach()
+
+
+def _rate(rate: Any) -> Any:
+    """Return a rate of the same kind that moves something."""
+    if isinstance(rate, torch.Tensor):
+        return rate.detach().clamp(min=_RATE)
+    return max(rate, _RATE) if isinstance(rate, (int, float)) else rate
 
 
 def _kept_generators(device: torch.device) -> AbstractContextManager[None]:

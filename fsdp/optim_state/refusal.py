@@ -1,6 +1,6 @@
 """Optimizers that compute with whole tensors, which are not there: refused, never silently wrong.
 
-Before its first step an optimizer is tried (``probe.py``), or known by name; after it, and when a
+Before its first step an optimizer is known by name, or tried (``probe.py``); after it, and when a
 state is saved, the shapes of its states tell. An optimizer is looked at once.
 """
 
@@ -21,7 +21,7 @@ from fsdp.optim_state.probe import is_elementwise
 from fsdp.optim_state.vocabulary import Entry, Member
 
 _MARK = "_fsdp_stepped_by_element"
-# Lower-case names of classes that need whole tensors, for those that cannot be tried.
+# Lower-case names of classes that need whole tensors, whatever a trial would say.
 _KNOWN = frozenset(
     {
         *("adafactor", "came", "sm3", "muon", "soap", "shampoo", "distributedshampoo", "kfac"),
@@ -115,8 +115,10 @@ def _check(optimizer: Optimizer) -> None:
             _is_known(optimizer, _ONE_VECTOR) and not getattr(param, _MARK).is_part
         ):
             continue
-        answer = is_elementwise(optimizer, group, param.device)
-        if answer is False or (answer is None and _is_known(optimizer, _KNOWN)):
+        # What is known counts more than a trial on a few numbers.
+        known = _is_known(optimizer, _KNOWN)
+        answer = False if known else is_elementwise(optimizer, group, param.device)
+        if answer is False:
             what = f"{type(optimizer).__name__} does not step element by element"
             _refuse(what, getattr(param, _MARK).name, tuple(param.shape))
         unknown |= answer is None

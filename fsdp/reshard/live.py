@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp.reshard.agreed import agreed_side, agreed_tensors
 from fsdp.reshard.ends import Giving
 from fsdp.reshard.optimizer import Values
 from fsdp.reshard.plan import Plan
-from fsdp.reshard.side import Local, Side, agreed_side, put_extra_states
+from fsdp.reshard.side import Local, Side, put_extra_states
 from fsdp.reshard.together import gathered, ranks_of, together
 from fsdp.reshard.transport import LIMIT, Transport, message_device
 
@@ -38,7 +39,8 @@ def reshard(
     Both are the same plain model, sharded or wrapped in any two ways over any two sets of ranks:
     flat parameters, DTensors, replicas, plain modules; other worlds, strategies and wrap plans.
     Afterwards the target is as the source was, with the source's optimizer options; what the
-    target's optimizers kept before is gone.
+    target's optimizers kept before is gone. Extra state of modules may differ between ranks of the
+    source; that of the first is taken.
 
     Args:
         source: None on ranks that are not among those of the source.
@@ -52,8 +54,11 @@ def reshard(
     the order of its elements. *Blocks* the host.
 
     Raises:
-        ValueError: the models differ in names, shapes or dtypes, or what the optimizers train does;
+        ValueError: the models differ in names, shapes or dtypes, or what the optimizers train does,
+            or ranks of the source have other options or values (step counts) in their optimizers;
             on all ranks, before anything was changed.
+        TypeError: what an optimizer or module of the source keeps cannot be pickled; likewise.
+        RuntimeError: a model is in forward or backward, or inside ``summon_full_params``; likewise.
         NotImplementedError: tensors or states that are no cut of one dim; likewise.
     """
     present = gathered((source is not None, target is not None), group)
@@ -73,7 +78,7 @@ def reshard(
 
     mine, wanted, mine_told, wanted_told = together(look, group)
     source_side = agreed_side(mine_told, sources, group)
-    target_side = agreed_side(wanted_told, targets, group)
+    target_side = agreed_tensors(wanted_told, targets, group)
 
     def fit() -> tuple[Plan, _Ends]:
         plan = Plan(source_side.dealt(), target_side.dealt())

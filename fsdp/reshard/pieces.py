@@ -7,7 +7,7 @@ moves states reads this view and asks for no face.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from fsdp.engine.torch_private import local_tensor, spec_of
 from fsdp.engine.unit import state_of
 from fsdp.flat_exposure import FlatExposure
 from fsdp.flat_parameter import FLAT_PARAM, FlatParam, order_in_memory
+from fsdp.full_params import check_idle
 from fsdp.reshard.dealt import Dealt, Ranks, by_dim, whole
 from fsdp.reshard.names import joined, named_modules
 from fsdp.wrapper_unit import WrappedUnit
@@ -83,9 +84,11 @@ def pieces_of(root: nn.Module, ranks: Sequence[int]) -> list[Piece]:
         ranks: those that have this model, for tensors that are not sharded.
 
     Raises:
+        RuntimeError: a unit is in forward or backward, or opened; nothing was changed.
         NotImplementedError: a tensor that is sharded in another way than by one cut.
     """
     modules = list(named_modules(root))
+    _check_idle(modules)
     tables = _Tables()
     everywhere = tables.of([[rank] for rank in ranks])
     flat: dict[Slot, Piece] = {}
@@ -102,7 +105,7 @@ def pieces_of(root: nn.Module, ranks: Sequence[int]) -> list[Piece]:
     found: dict[int, Piece] = {}
     names: dict[int, list[str]] = {}
     for path, module in modules:
-        for name, tensor in _tensors(module):
+        for name, tensor in _tensors(module, flat):
             piece = flat.get((module, name))
             key = id(tensor if piece is None else piece)
             if key not in found:
@@ -112,11 +115,31 @@ def pieces_of(root: nn.Module, ranks: Sequence[int]) -> list[Piece]:
     return [replace(piece, names=tuple(names[key])) for key, piece in found.items()]
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _check_idle(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse units whose parameters are whole for somebody, who writes them back or drops them.
+
+    Raises:
+        RuntimeError: names the first.
+    """
+    for path, module in modules:
+        state = state_of(module)
+        if state is None:
+            continue
+        try:
+            check_idle([state])
+        except AssertionError as error:
+            raise RuntimeError(
+                f"the unit '{path}' ({type(module).__name__}) is in use: {error}. Save, load and "
+                "reshard outside of forward, backward and summon_full_params; after an exception "
+                "that was caught there, run a forward first."
+            ) from error
+
+
+def _tensors(module: nn.Module, flat: Mapping[Slot, Piece]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what a state dict of the plain module has, in its order, under the plain names."""
     parameters = module._parameters.items()
-    # Flat parameters leave plain attributes where their parts were.
-    parts = [(n, v) for n, v in module.__dict__.items() if isinstance(v, torch.Tensor)]
+    # Flat parameters leave plain attributes where their parts were; others are no state.
+    parts = [(n, v) for n, v in module.__dict__.items() if (module, n) in flat]
     for name, tensor in (*parameters, *parts, *module._buffers.items()):
         hidden = name == FLAT_PARAM or name in module._non_persistent_buffers_set
         if tensor is not None and not hidden:

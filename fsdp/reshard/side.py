@@ -1,16 +1,14 @@
 """One side of a transfer, as it can be told to other ranks: no tensors but counts and options.
 
-Says what a model and its optimizers consist of here, and puts together what the ranks say.
+Says what a model and its optimizers consist of here; whether ranks agree is another's question.
 """
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from fsdp.reshard.dealt import Dealt, Ranks
 from fsdp.reshard.names import joined, named_modules
 from fsdp.reshard.optimizer import OptimizerView, Saved
 from fsdp.reshard.pieces import Piece, pieces_of
-from fsdp.reshard.together import Group, gathered, told_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +61,8 @@ class Side:
     Attributes:
         tensors: the parameters and buffers.
         states: of the optimizers, by name of the tensor; a rank without elements may have none.
+        idle: names of the tensors of which this rank has no elements, though there are some: it
+            never steps on them, and its states may be what its optimizer began with.
         groups: options and names of the parameter groups; None: no optimizers were given.
         objects: what modules keep as extra state.
     """
@@ -72,6 +71,7 @@ class Side:
     states: Mapping[str, Saved] = field(default_factory=dict)
     groups: Sequence[Mapping[str, Any]] | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
 
     def dealt(self) -> dict[str, Dealt]:
         """Return how each tensor is dealt out, by its first name."""
@@ -134,6 +134,11 @@ class Local:
             states=states,
             groups=self.view.groups() if self._with_optimizers else None,
             objects=extra_states(self.model),
+            idle=frozenset(
+                piece.name
+                for piece in self.pieces
+                if not piece.view(piece.holder).numel() and 0 not in piece.dealt.shape
+            ),
         )
 
 
@@ -152,55 +157,3 @@ def put_extra_states(model: nn.Module, objects: Mapping[str, Any]) -> None:
         key = joined(path, "_extra_state")
         if key in objects:
             module.set_extra_state(objects[key])
-
-
-def _merged_states(told: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
-    """Put together what the ranks tell of states: what one of them has is there."""
-    found: dict[str, Saved] = {}
-    for states in told:
-        for name, saved in states.items():
-            before = found.get(name)
-            if before is not None:
-                elements = {**before.elements, **saved.elements}
-                saved = Saved(
-                    elements={key: elements[key] for key in sorted(elements)},
-                    values={**saved.values, **before.values},
-                )
-            found[name] = saved
-    return found
-
-
-def _first_difference(ranks: Sequence[int], told: Sequence[Sequence[Told]]) -> str:
-    """Say at which tensor two ranks differ; they must."""
-    for rank, other in zip(ranks, told, strict=True):
-        for ours, theirs in zip_longest(told[0], other):
-            if ours != theirs:
-                return (
-                    f"rank {ranks[0]} has {ours or 'no more tensors'}, rank {rank} "
-                    f"{theirs or 'no more tensors'}. Build the same model on all ranks."
-                )
-    raise AssertionError("nothing differs")
-
-
-def _state_digest(states: Mapping[str, Saved]) -> str:
-    """Return a digest by which ranks see whether they tell the same."""
-    return hashlib.sha256(pickle.dumps(sorted(states.items(), key=lambda s: s[0]))).hexdigest()
-
-
-def agreed_side(told: Side | None, ranks: Sequence[int], group: Group) -> Side:
-    """Return what the ranks of one side tell, on all ranks.
-
-    Raises:
-        ValueError: they tell of other tensors; names the first.
-    """
-    digests = gathered((told.digest(), _state_digest(told.states)) if told else None, group)
-    present = [digest for digest in digests if digest is not None]
-    if len({tensors for tensors, _ in present}) > 1:
-        every = [each for each in gathered(told.tensors if told else None, group) if each]
-        raise ValueError(_first_difference(ranks, every))
-    side: Side = told_by(ranks[0], told, group)
-    if len({states for _, states in present}) > 1:
-        states = gathered(told.states if told else None, group)
-        merged = _merged_states(each for each in states if each is not None)
-        side = Side(tensors=side.tensors, states=merged, groups=side.groups, objects=side.objects)
-    return side

@@ -149,4 +149,5 @@ def _all_to_all(
 
 
 def _on(sent: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
-    return [run.to(device, non_blocking=True) for each in sent for run in each]
+    # Blocking: on the host a run could be sent before it has arrived.
+    return [run.to(device) for each in sent for run in each]

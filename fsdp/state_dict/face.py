@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from fsdp.full_params import check_idle
 from fsdp.state_dict import full, local, sharded
 from fsdp.state_dict.load_check import check_load
 from fsdp.state_dict.names import clean, clean_all, replace_by_prefix
-from fsdp.state_dict.settings import check_forms, checked_settings, form_of
+from fsdp.state_dict.save_check import check_save
+from fsdp.state_dict.settings import checked_settings, form_of
 from fsdp.state_dict.unit_form import UnitForm
 from fsdp.wrapper_options import (
     OptimStateDictConfig,
@@ -48,11 +48,16 @@ class Loading:
             unit._loading = self
 
     def end(self) -> None:
-        """Give up what is open, as after an exception if there is one, and forget the load."""
+        """Give up what is open, and forget the load.
+
+        Only an exception leaves something open, of which a parent may tell nobody. Half of what
+        was to be loaded must not reach the shards: the contexts always end as by an exception.
+        """
         for unit in self._units:
             unit._loading = None
+        error = sys.exc_info()[1] or RuntimeError("the load was given up")
         for stack in reversed(self.opened.values()):
-            stack.__exit__(*sys.exc_info())
+            stack.__exit__(type(error), error, error.__traceback__)
 
 
 class States(WrappedUnit):
@@ -61,14 +66,16 @@ class States(WrappedUnit):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the parameters in the form that is set, and the buffers, under plain names.
 
-        *Collective* over the shard groups; starts the tree as the first forward does. *Memory*:
-        the result, and in the full form the whole parameters of the units from this one down to
+        *Collective* over the shard groups, but for the local form; ranks first agree on what they
+        exchange, which blocks the host; starts the tree as the first forward does. *Memory*: the
+        result, and in the full form the whole parameters of the units from this one down to
         the one being saved, in the sharded form three times the chunks of one unit.
 
         Raises:
             AssertionError: in forward or backward, or with another form than the full one inside a
                 summon.
             RuntimeError: the local form, and a device mesh.
+            ValueError: ranks have other forms, or other hooks that change what is saved.
         """
         outermost = not self._saving
         if outermost:
@@ -103,7 +110,7 @@ class States(WrappedUnit):
         Raises:
             AssertionError: a unit is in use, or an entry of the local or sharded form is none.
             RuntimeError: strict, and keys are missing or unexpected; or shapes differ.
-            ValueError: ranks have entries for different parameters.
+            ValueError: ranks have other forms, hooks or entries.
         """
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
@@ -112,13 +119,8 @@ class States(WrappedUnit):
                 self._loading.end()
 
     def _begin_save(self) -> None:
-        units = units_of(self)
-        check_forms(units)
-        opened = self._is_open() and form_of(self)[0] is StateDictType.FULL_STATE_DICT
-        check_idle([] if opened else [unit._state for unit in units])
-        if not opened:
-            is_root(self)
-        for unit in units:
+        check_save(self)
+        for unit in units_of(self):
             unit._saving = True
 
     @staticmethod

@@ -101,17 +101,24 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
+def is_chunk(value: torch.Tensor, info: DataParallelMeshInfo) -> bool:
+    """Whether ``value`` is cut as ``chunked`` does, so that nobody has to gather it."""
+    if isinstance(value, ShardedTensor):
+        return _is_chunked(value, info)
+    return isinstance(value, DTensor) and _is_chunked_dtensor(value, info)
+
+
 def own_chunk(value: torch.Tensor, info: DataParallelMeshInfo) -> torch.Tensor:
     """Return this rank's chunk (rows, ...) of a value in any form; not copied if it has that form.
 
     *Collective* over the ranks of a value that is sharded in another way than ``chunked`` does.
     *Memory*: then, the whole value.
     """
-    if isinstance(value, ShardedTensor) and _is_chunked(value, info):
+    if isinstance(value, ShardedTensor) and is_chunk(value, info):
         held = value.local_shards()
         shape = value.size()
         return held[0].tensor if held else torch.empty(0, *shape[1:], dtype=value.dtype)
-    if isinstance(value, DTensor) and _is_chunked_dtensor(value, info):
+    if isinstance(value, DTensor) and is_chunk(value, info):
         return local_tensor(value).detach()
     whole = gathered(value, device_of(info.mesh), group=info.shard_group)
     start, stop = rows_of(whole.shape[0], info.shard_size, info.shard_rank)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp.engine.agreement import agree
+from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import ShardedTensor
 from fsdp.flat_parameter import FLAT_PARAM
-from fsdp.full_params import check_idle
+from fsdp.state_dict.form import is_chunk
 from fsdp.state_dict.hooked import changes_loads
 from fsdp.state_dict.local import problem_with
 from fsdp.state_dict.names import param_names, unit_prefixes
-from fsdp.state_dict.settings import check_forms, form_of
+from fsdp.state_dict.unit_check import kind_of, problem_of, unit_line, without_names
 from fsdp.wrapper_options import StateDictType
 from fsdp.wrapper_unit import WrappedUnit, units_of
 
@@ -29,22 +30,24 @@ def check_load(top: WrappedUnit, found: Mapping[str, Any], prefix: str) -> None:
     Raises:
         AssertionError: a unit is in use, or an entry of the local or sharded form is none.
         RuntimeError: an entry of the sharded form has another shape, or see ``form_of``.
-        ValueError: ranks have entries for different parameters.
+        ValueError: ranks have other forms, other hooks, or entries for different parameters or in
+            different forms.
     """
     units = units_of(top)
-    check_forms(units)
-    check_idle([unit._state for unit in units])
     lines: list[str] = []
-    problem: Exception | None = None
+    problem = problem_of(units, units)
     for unit, start in unit_prefixes(top, prefix):
-        kind, _ = form_of(unit)
+        lines.append(unit_line(unit, start, changes_loads))
+        kind = kind_of(unit)
         for group in unit._state.groups:
+            if kind is None:
+                continue
             try:
                 lines += _entries(unit, group, kind, found, start)
             except (RuntimeError, AssertionError) as error:
                 problem = problem or error
     groups = dict.fromkeys(group for unit in units for group in unit._state.mesh_info.groups)
-    agree(lines, problem, list(groups), top._state.device, _without_names, what="state dict")
+    agree(lines, problem, list(groups), top._state.device, without_names, what="state dict")
 
 
 def _entries(
@@ -66,8 +69,7 @@ def _entries(
             value = found.get(f"{start}{name}")
             if strict and value is not None:
                 _check_sharded(f"{start}{name}", value, param.shape)
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            yield f"'{start}{name}' " + ("absent" if value is None else str(shape))
+            yield f"'{start}{name}' {_told(value, group.mesh_info if strict else None)}"
 
 
 def _check_sharded(key: str, value: Any, shape: torch.Size) -> None:
@@ -82,5 +84,18 @@ def _check_sharded(key: str, value: Any, shape: torch.Size) -> None:
         )
 
 
-def _without_names(line: str) -> str:
-    return re.sub("'[^']*'", "", line)
+def _told(value: Any, info: DataParallelMeshInfo | None) -> str:
+    """Return what decides whether, and how, a value is gathered; ``info``: if it may be a chunk."""
+    if value is None:
+        return "absent"
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if isinstance(value, DTensor):
+        form = f"DTensor {list(value.placements)} on a mesh of {tuple(value.device_mesh.shape)}"
+    elif isinstance(value, ShardedTensor):
+        form = f"ShardedTensor of {len(value.metadata().shards_metadata)} shards"
+    else:
+        return f"{tuple(value.shape)}"
+    return f"{tuple(value.shape)} {form}" + (
+        " as it is saved" if info and is_chunk(value, info) else ""
+    )

@@ -219,6 +219,45 @@ def test_an_optimizer_is_tried_as_it_is_used() -> None:
     assert torch.equal(param, torch.ones(3))
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-12, torch.tensor(0.0)], ids=["zero", "tiny", "tensor"])
+def test_a_rate_that_moves_nothing_yet_hides_nothing(rate: Any) -> None:
+    """Warm-up starts at zero, and an optimizer is looked at once."""
+    param = nn.Parameter(torch.ones(3))
+    for made, wanted in ((TrustRatio([param], lr=rate), False), (Noisy([param], lr=rate), None)):
+        assert is_elementwise(made, made.param_groups[0], CPU) is wanted
+    adam = torch.optim.Adam([param], lr=float(rate))
+    assert is_elementwise(adam, adam.param_groups[0], CPU) is True
+
+
+class Idle(TrustRatio):
+    """Moves nothing in its first steps, whatever its rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        return None
+
+
+class NovoGrad(torch.optim.SGD):
+    """Looks element by element on a few numbers; its name says otherwise."""
+
+
+def test_a_trial_that_moves_nothing_says_nothing() -> None:
+    made = Idle([nn.Parameter(torch.ones(3))])
+    assert is_elementwise(made, made.param_groups[0], CPU) is None
+
+
+def _known_name(context: RankContext) -> None:
+    model = wrapped()
+    optimizer = NovoGrad(model.parameters(), lr=0.01)
+    loss_of(model, batch(0, context.rank)).backward()
+    with pytest.raises(NotImplementedError, match="NovoGrad does not step element by element"):
+        optimizer.step()
+
+
+def test_a_known_name_counts_more_than_a_trial() -> None:
+    on_ranks(_known_name, 2)
+
+
 def _on_dtensors(context: RankContext, name: str) -> str:
     """A step of ``fully_shard``'s DTensors: that of the plain model, or an error."""
     model, plain = shard_blocks(build()), build()

@@ -258,8 +258,8 @@ def test_no_more_than_one_group_is_in_memory_beside_shards_and_state(
         # A thread of gloo may still hold what two smaller units have exchanged before.
         late = 2 * 2 * LAYER // world
         assert chunks < peak <= 2 * chunks + late + 256
-        # The ranks agree once on what they load.
-        assert (gathers, exchanges) == (int(loads), 3)
+        # The ranks agree once on what they save or load.
+        assert (gathers, exchanges) == (1, 3)
 
 
 def _whole_costs(context: RankContext) -> int:
@@ -292,4 +292,4 @@ def test_a_full_save_gathers_each_unit_while_the_recursion_is_inside_it() -> Non
     for above, gathers in on_ranks(_full_costs, 2):
         # All copies are there when the root is given up, and nothing of the units below is.
         assert 4 * LAYER <= above < 5 * LAYER
-        assert gathers == 3
+        assert gathers == 1 + 3  # the ranks agree once on what they save

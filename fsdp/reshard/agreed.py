@@ -1,0 +1,191 @@
+"""What the ranks of one side agree on: compared first, so that none writes what another denies.
+
+Knows what ranks tell, not what they hold. Values are compared as what they are, never as bytes of a
+pickle, which differ for equal tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from fsdp.reshard.optimizer import Saved
+from fsdp.reshard.side import Side, Told
+from fsdp.reshard.together import Group, gathered, together, told_by
+
+_Facts = dict[str, str]  # "state 'step' of 'weight'": what it is
+
+
+def agreed_tensors(told: Side | None, ranks: Sequence[int], group: Group) -> Side:
+    """Return what tensors the ranks of one side tell of, on all ranks, and nothing else.
+
+    Args:
+        told: what this rank tells; None if it is not of the side.
+        ranks: those of the side.
+        group: contains them.
+
+    Raises:
+        ValueError: they tell of other tensors; names the first.
+    """
+    digests = gathered(told.digest() if told else None, group)
+    if len({digest for digest in digests if digest is not None}) > 1:
+        every = [each for each in gathered(told.tensors if told else None, group) if each]
+        raise ValueError(_first_difference(ranks, every))
+    tensors = told_by(ranks[0], told.tensors if told else None, group)
+    return Side(tensors=tensors)
+
+
+def agreed_side(told: Side | None, ranks: Sequence[int], group: Group) -> Side:
+    """Return what the ranks of one side tell, on all ranks.
+
+    States of optimizers are put together: what one of the ranks that hold elements has is there.
+    Options of groups are those of all; extra state of modules is that of the first rank. Nothing of
+    it is shared with the model or the optimizers: training may go on.
+
+    Raises:
+        ValueError: they tell of other tensors, of other values in optimizer states or of other
+            options; names the first.
+        TypeError: what a rank keeps cannot be pickled.
+    """
+    tensors = agreed_tensors(told, ranks, group).tensors
+    mine = together(lambda: _packed(told), group)
+    digests = gathered(mine[:2] if mine is not None else None, group)
+    present = [digest for digest in digests if digest is not None]
+    groups, states, objects = _unpacked(ranks[0], mine, group)
+    if len(set(present)) > 1:
+        facts = gathered(_facts(told, without=told.idle) if told else None, group)
+        _compare(ranks, [each for each in facts if each is not None])
+        every = gathered((mine[2], told.idle) if mine and told else None, group)
+        states = _merged([(pickle.loads(each[0]), each[1]) for each in every if each])
+    return Side(tensors=tensors, states=states, groups=groups, objects=objects)
+
+
+def _packed(told: Side | None) -> tuple[str, str, bytes, bytes] | None:
+    """Return digests of what is compared, then what travels; None if nothing is told."""
+    if told is None:
+        return None
+    try:
+        states = pickle.dumps(dict(told.states))
+        # To the CPU: other ranks would unpickle onto this rank's device.
+        rest = pickle.dumps((told.groups, _on_host(dict(told.objects))))
+    except Exception as error:  # whatever objects raise that cannot be pickled
+        raise TypeError(
+            f"what an optimizer or a module keeps cannot be pickled ({type(error).__name__}: "
+            f"{error}); keep tensors, numbers, texts and containers of them"
+        ) from error
+    facts = repr(sorted(_facts(told).items()))
+    return hashlib.sha256(facts.encode()).hexdigest(), str(len(told.states)), states, rest
+
+
+def _on_host(value: Any) -> Any:
+    """Return ``value`` with the tensors of plain containers on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if type(value) is dict:
+        return {key: _on_host(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_on_host, value))
+    return value
+
+
+def _unpacked(
+    first: int, mine: tuple[str, str, bytes, bytes] | None, group: Group
+) -> tuple[Any, Mapping[str, Saved], Mapping[str, Any]]:
+    """Return groups, states and objects of the first rank."""
+    states, rest = told_by(first, mine[2:] if mine is not None else None, group)
+
+    def loaded() -> tuple[Any, Mapping[str, Saved], Mapping[str, Any]]:
+        groups, objects = pickle.loads(rest)
+        return groups, pickle.loads(states), objects
+
+    return together(loaded, group)
+
+
+def _facts(told: Side, without: frozenset[str] = frozenset()) -> _Facts:
+    """Return what is compared between ranks: dtypes, scalar values and options."""
+    found: _Facts = {"whether optimizers were given": str(told.groups is not None)}
+    for name in told.states.keys() - without:
+        saved = told.states[name]
+        for key, dtype in saved.elements.items():
+            found[f"the dtype of the state '{key}' of '{name}'"] = str(dtype)
+        for key, value in saved.values.items():
+            found[f"the state '{key}' of '{name}'"] = _canonical(value)
+    for number, group in enumerate(told.groups or ()):
+        for key, value in group.items():
+            found[f"the option '{key}' of parameter group {number}"] = _canonical(value)
+    found["the number of parameter groups"] = str(len(told.groups or ()))
+    return found
+
+
+def _canonical(value: Any) -> str:
+    """Return a text that equal values share; of an object its kind alone."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor({_canonical(value.detach().cpu().tolist())}, {value.dtype})"
+    if isinstance(value, float):
+        return repr(int(value)) if value.is_integer() else float.__repr__(value)
+    if isinstance(value, Mapping):
+        items = sorted((_canonical(k), _canonical(v)) for k, v in value.items())
+        return "{" + ", ".join(f"{k}: {v}" for k, v in items) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_canonical, value)) + "]"
+    if value is None or isinstance(value, (bool, int, complex, str, bytes, torch.dtype)):
+        return repr(value)
+    return f"an object of {type(value).__qualname__}"
+
+
+def _compare(ranks: Sequence[int], told: Sequence[_Facts]) -> None:
+    """Refuse a fact of which two ranks tell otherwise; one may know what another does not.
+
+    Raises:
+        ValueError: names the first, and both ranks.
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for rank, facts in zip(ranks, told, strict=True):
+        for what, value in facts.items():
+            first, wanted = known.setdefault(what, (rank, value))
+            if value != wanted:
+                raise ValueError(
+                    f"{what} is {wanted} on rank {first} and {value} on rank {rank}: the ranks "
+                    "have trained apart. Give all of them the same options and steps."
+                )
+
+
+def _merged(told: Sequence[tuple[Mapping[str, Saved], frozenset[str]]]) -> dict[str, Saved]:
+    """Put together what the ranks tell of states: what one of them has is there.
+
+    Ranks without elements come last: what they keep counts only where nobody else keeps anything.
+    """
+    found: dict[str, Saved] = {}
+    for last in (False, True):
+        for name, saved in (
+            (name, saved)
+            for states, idle in told
+            for name, saved in states.items()
+            if (name in idle) is last
+        ):
+            before = found.get(name)
+            if before is not None:
+                elements = {**saved.elements, **before.elements}
+                saved = Saved(
+                    elements={key: elements[key] for key in sorted(elements)},
+                    values={**saved.values, **before.values},
+                )
+            found[name] = saved
+    return found
+
+
+def _first_difference(ranks: Sequence[int], told: Sequence[Sequence[Told]]) -> str:
+    """Say at which tensor two ranks differ; they must."""
+    for rank, other in zip(ranks, told, strict=True):
+        for ours, theirs in zip_longest(told[0], other):
+            if ours != theirs:
+                return (
+                    f"rank {ranks[0]} has {ours or 'no more tensors'}, rank {rank} "
+                    f"{theirs or 'no more tensors'}. Build the same model on all ranks."
+                )
+    raise AssertionError("nothing differs")
