@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -28,16 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed import fsdp as torchs
-from training import FACES, GPT
-
-import fsdp as ours
+from training import FACES, GPT, PACKAGES, machine, tell
 
 PRESETS: dict[str, dict[str, int]] = {
     "small": {"blocks": 4, "dim": 64, "heads": 4, "vocabulary": 256},
     "billion": {"blocks": 24, "dim": 2048, "heads": 16, "vocabulary": 32000},
 }
-PACKAGES = {"ours": ours, "torch": torchs}
 WAYS = {"rank 0's host": {"offload_to_cpu": True, "rank0_only": True}, "in place": {}}
 
 
@@ -147,14 +141,7 @@ def on_meta(args: argparse.Namespace) -> GPT:
 def report(
     args: argparse.Namespace, sides: dict[str, Side], device: torch.device, model: str
 ) -> None:
-    card = torch.get_device_module(device).get_device_name() if device.type != "cpu" else "cpu"
-    machine = {
-        "card": card,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
+    card = machine(device)["card"]
     lines = [
         f"torch {torch.__version__}, {args.world} ranks on {card}, face {args.face}, "
         f"{args.rounds} rounds: {model}",
@@ -170,16 +157,8 @@ def report(
             text += f"{1e3 * middle:10.1f}{1e3 * (high - low) / 2:9.1f}{peaks[-1] / 2**20:9.0f}"
         text += f"{medians[0] / medians[1]:8.3f}"
         lines.append(text + (f"{peaks[0] / peaks[1]:8.3f}" if peaks[1] else ""))
-    print("\n".join(lines))
-    if args.out is not None:
-        found = {
-            "machine": machine,
-            "options": vars(args) | {"out": args.out.name},
-            "times": {n: {"seconds": s.seconds, "peak": s.peaks} for n, s in sides.items()},
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-        args.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    times = {name: {"seconds": side.seconds, "peak": side.peaks} for name, side in sides.items()}
+    tell(args, lines, times, device)
 
 
 def main() -> None:

@@ -254,16 +254,33 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch.device) -> None:
+def machine(device: torch.device) -> dict[str, Any]:
     card = torch.get_device_module(device).get_device_name() if device.type != "cpu" else "cpu"
-    machine = {
+    return {
         "card": card,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
     }
-    lines = [f"torch {torch.__version__}, {args.world} ranks on {card}, {vars(args)}"]
+
+
+def tell(args: argparse.Namespace, lines: list[str], times: Any, device: torch.device) -> None:
+    """Print a table; with `--out` write it beside what was measured."""
+    print("\n".join(lines))
+    if args.out is None:
+        return
+    options = vars(args) | {"out": args.out.name}
+    found = {"machine": machine(device), "options": options, "times": times}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    args.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+
+
+def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch.device) -> None:
+    lines = [
+        f"torch {torch.__version__}, {args.world} ranks on {machine(device)['card']}, {vars(args)}"
+    ]
     lines.append(
         f"{'':8}{'step':>9}{'spread':>9}" + "".join(f"{p:>11}" for p in PHASES) + f"{'MiB':>9}"
     )
@@ -289,16 +306,11 @@ def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch
                 1e3 * statistics.median(trainees[name].times.methods[method]) for name in PACKAGES
             )
             lines.append(f"{method}: ours {low:.2f} ms, torch {high:.2f} ms, {low / high:.3f}")
-    print("\n".join(lines))
-    if args.out is not None:
-        times = {
-            n: {"seconds": t.times.phases | t.times.methods, "peak": t.times.peak}
-            for n, t in trainees.items()
-        }
-        found = {"machine": machine, "options": vars(args) | {"out": args.out.name}, "times": times}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-        args.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    times = {
+        n: {"seconds": t.times.phases | t.times.methods, "peak": t.times.peak}
+        for n, t in trainees.items()
+    }
+    tell(args, lines, times, device)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp.engine.param_group import FSDPParamGroup
-from fsdp.flat_parameter import FlatParam
+from fsdp.flat_parameter import flat_params
 
 
 class ShardParamInfo(NamedTuple):
@@ -52,7 +52,7 @@ class FlatParamHandle:
         self, group: FSDPParamGroup, names: Sequence[str], flat_param: torch.nn.Parameter | None
     ) -> None:
         self._layout = group.shard.layout
-        self._params = [param for param in group.shard.plain if isinstance(param, FlatParam)]
+        self._params = flat_params(group.shard.plain)
         self._names = names
         self._rank = group.mesh_info.shard_rank
         self.flat_param = flat_param

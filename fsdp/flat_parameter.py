@@ -6,7 +6,7 @@ known of each. What users see of them is in ``flat_exposure.py`` and ``original_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,6 +41,11 @@ class FlatParameter(metaclass=_IsFlat):
         flat = nn.Parameter(data, requires_grad=requires_grad)
         flat._is_flat_param = True  # type: ignore[attr-defined]
         return flat
+
+
+def flat_params(params: Iterable[FSDPParam]) -> list[FlatParam]:
+    """Return those of ``params`` that lie in a flat parameter: all plain ones of its group."""
+    return [param for param in params if isinstance(param, FlatParam)]
 
 
 @dataclass(frozen=True, kw_only=True)

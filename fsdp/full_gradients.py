@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import gather_now
-from fsdp.flat_parameter import FlatParam, set_gradient
+from fsdp.flat_parameter import flat_params, set_gradient
 from fsdp.original_exposure import OriginalExposure, original_of
 
 Gradients = list[torch.Tensor | None]
@@ -30,7 +30,7 @@ class WholeGradients:
         exposure = group.options.exposure
         assert isinstance(exposure, OriginalExposure)
         self._group, self._exposure = group, exposure
-        self._params = [param for param in group.shard.plain if isinstance(param, FlatParam)]
+        self._params = flat_params(group.shard.plain)
         self._own: Gradients = [exposure.own_gradient(param) for param in self._params]
         with torch.no_grad():
             self._wholes = self._gather()

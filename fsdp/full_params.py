@@ -17,7 +17,7 @@ from fsdp.engine.state import TrainingState
 from fsdp.engine.torch_private import gather_now
 from fsdp.engine.unit import FSDPState
 from fsdp.flat_exposure import FlatExposure
-from fsdp.flat_parameter import FlatParam
+from fsdp.flat_parameter import flat_params
 from fsdp.full_gradients import WholeGradients
 from fsdp.original_exposure import OriginalExposure
 
@@ -117,7 +117,7 @@ def _opened(
     *,
     writeback: bool,
 ) -> Iterator[None]:
-    exposure, params = _exposure(group), _params(group)
+    exposure, params = _exposure(group), flat_params(group.shard.plain)
     offsets = group.shard.layout.unsharded_offsets
     wholes = [
         param.restored(full.narrow(0, start, param.shape.numel()))
@@ -154,7 +154,7 @@ def _write_back(group: FSDPParamGroup, full: torch.Tensor, wholes: Sequence[torc
         RuntimeError: a parameter was replaced by one of another shape.
     """
     exposure, shard = _exposure(group), group.shard
-    for param, whole in zip(_params(group), wholes, strict=True):
+    for param, whole in zip(flat_params(group.shard.plain), wholes, strict=True):
         found = exposure.full(param)
         if found.shape != whole.shape:
             raise RuntimeError(
@@ -176,7 +176,3 @@ def _exposure(group: FSDPParamGroup) -> FlatExposure | OriginalExposure:
     exposure = group.options.exposure
     assert isinstance(exposure, (FlatExposure, OriginalExposure))
     return exposure
-
-
-def _params(group: FSDPParamGroup) -> list[FlatParam]:
-    return [param for param in group.shard.plain if isinstance(param, FlatParam)]

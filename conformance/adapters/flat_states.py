@@ -35,6 +35,27 @@ _SHARDED = frozenset({"model_state.sharded", "optim_state.sharded", "save"})
 StateTypes = Mapping[StateKind, tuple[Any, Any, Any]]
 
 
+def state_types_of(package: Any) -> StateTypes:
+    """The types and options of each kind, by the names that they have in `package`."""
+    return {
+        "full": (
+            package.StateDictType.FULL_STATE_DICT,
+            package.FullStateDictConfig,
+            package.FullOptimStateDictConfig,
+        ),
+        "sharded": (
+            package.StateDictType.SHARDED_STATE_DICT,
+            package.ShardedStateDictConfig,
+            package.ShardedOptimStateDictConfig,
+        ),
+        "local": (
+            package.StateDictType.LOCAL_STATE_DICT,
+            package.LocalStateDictConfig,
+            package.LocalOptimStateDictConfig,
+        ),
+    }
+
+
 class FlatStatesAdapter(CoveringAdapter):
     """Saves and loads states of every kind.
 

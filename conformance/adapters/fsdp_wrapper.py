@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
+import fsdp
 from conformance.adapter import clean_fqn
 from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
-from conformance.adapters.flat_states import STATES, FlatStatesAdapter, StateTypes
+from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
 from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_options import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 
 
@@ -70,15 +64,7 @@ class FullyShardedAdapter(OwnCheckpoint, FlatStatesAdapter):
     prefetches = BackwardPrefetch
     offload = CPUOffload
     precision = MixedPrecision
-    state_types: ClassVar[StateTypes] = {
-        "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig),
-        "sharded": (
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig,
-            ShardedOptimStateDictConfig,
-        ),
-        "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig, LocalOptimStateDictConfig),
-    }
+    state_types = state_types_of(fsdp)
     capabilities = STATES | frozenset(
         {
             "gradients",

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from conformance.adapters import torch_flat
 from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
-from conformance.adapters.flat_states import STATES, FlatStatesAdapter, StateTypes
+from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
 from conformance.adapters.torch_checkpoint import CheckpointDirectory
 
 
@@ -37,15 +29,7 @@ class FullyShardedAdapter(FlatStatesAdapter, CheckpointDirectory):
     prefetches = BackwardPrefetch
     offload = CPUOffload
     precision = MixedPrecision
-    state_types: ClassVar[StateTypes] = {
-        "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig),
-        "sharded": (
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig,
-            ShardedOptimStateDictConfig,
-        ),
-        "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig, LocalOptimStateDictConfig),
-    }
+    state_types = state_types_of(fsdp)
     capabilities = STATES | frozenset(
         {
             "gradients",

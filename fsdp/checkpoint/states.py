@@ -175,22 +175,26 @@ def _entries(state: Any, *, broadcast: bool) -> tuple[set[str], set[str]]:
 def _unflattened(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], flat: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Nest ``flat``: "state.<name>.<key>" and "param_groups.<name>.<key>"."""
-    nested: dict[str, Any] = {"state": {}, "param_groups": []}
     names = {param: _clean(name) for name, param in model.named_parameters()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            saved: dict[str, Any] = {"params": []}
-            for name in [names[param] for param in group["params"]]:
-                found = _below(flat, f"param_groups.{name}.")
-                if found:
-                    saved["params"].append(name)
-                    saved.update(found)
-                entry = _below(flat, f"state.{name}.")
-                if entry:
-                    nested["state"][name] = entry
-            nested["param_groups"].append(saved)
-    return nested
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return nested(flat, [[names[param] for param in group["params"]] for group in groups])
+
+
+def nested(flat: Mapping[str, Any], groups: Iterable[Iterable[str]]) -> dict[str, Any]:
+    """Nest "state.<name>.<key>" and "param_groups.<name>.<key>" for ``groups`` of names."""
+    found: dict[str, Any] = {"state": {}, "param_groups": []}
+    for group in groups:
+        saved: dict[str, Any] = {"params": []}
+        for name in group:
+            options = _below(flat, f"param_groups.{name}.")
+            if options:
+                saved["params"].append(name)
+                saved.update(options)
+            entry = _below(flat, f"state.{name}.")
+            if entry:
+                found["state"][name] = entry
+        found["param_groups"].append(saved)
+    return found
 
 
 def _below(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:

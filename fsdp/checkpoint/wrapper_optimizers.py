@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
+from fsdp.checkpoint import states
 from fsdp.checkpoint.wrapper_names import as_registered, form, plain
 from fsdp.optim_state.exchange import settle
 from fsdp.optim_state.names import Names
@@ -132,7 +133,7 @@ def _part(
 ) -> State:
     """Return what of ``state`` belongs to one optimizer, under the names of ``model``."""
     rename = as_registered(model)
-    nested = state if "state" in state else _nested(state, own)
+    nested = state if "state" in state else states.nested(state, own)
     mine = {name for group in own for name in group}
     others = {name for groups in held for group in groups for name in group} - mine
     groups = [
@@ -172,24 +173,3 @@ def _flattened(nested: State) -> State:
                 if option != "params":
                     found[f"param_groups.{name}.{option}"] = value
     return found
-
-
-def _nested(flat: Mapping[str, Any], groups: Sequence[list[str]]) -> State:
-    """Undo ``_flattened`` for an optimizer with ``groups`` of names."""
-    found: State = {"state": {}, "param_groups": []}
-    for group in groups:
-        saved: State = {"params": []}
-        for name in group:
-            options = _below(flat, f"param_groups.{name}.")
-            if options:
-                saved["params"].append(name)
-                saved.update(options)
-            entry = _below(flat, f"state.{name}.")
-            if entry:
-                found["state"][name] = entry
-        found["param_groups"].append(saved)
-    return found
-
-
-def _below(flat: Mapping[str, Any], prefix: str) -> State:
-    return {key[len(prefix) :]: value for key, value in flat.items() if key.startswith(prefix)}

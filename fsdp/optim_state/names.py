@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp.flat_parameter import FlatParam
+from fsdp.flat_parameter import FlatParam, flat_params
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _OptimStateKey
 from fsdp.original_exposure import original_of
 from fsdp.state_dict.names import clean
@@ -137,7 +137,7 @@ def params_of_input(model: nn.Module, optim_input: OptimInput) -> list[list[nn.P
 
 def _info(unit: WrappedUnit, paths: dict[nn.Module, str]) -> FSDPParamInfo | None:
     for group in unit._state.groups:
-        params = [param for param in group.shard.plain if isinstance(param, FlatParam)]
+        params = flat_params(group.shard.plain)
         names = [_name(paths[param.info.module], param.info.param_name) for param in params]
         exposure = group.options.exposure
         return FSDPParamInfo(

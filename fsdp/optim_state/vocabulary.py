@@ -14,7 +14,7 @@ from torch import nn
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.unit import FSDPState
-from fsdp.flat_parameter import FlatParam
+from fsdp.flat_parameter import FlatParam, flat_params
 
 Entry = Mapping[str, Any]  # state name -> value, of one parameter
 
@@ -135,7 +135,7 @@ class FSDPParamInfo:
     @cached_property
     def params(self) -> list[FlatParam]:
         """Its parameters, by index."""
-        return [param for param in self.group.shard.plain if isinstance(param, FlatParam)]
+        return flat_params(self.group.shard.plain)
 
     @property
     def is_sharded(self) -> bool:

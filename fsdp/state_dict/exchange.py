@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp.engine.layout import Extent, Layout, moves, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
-from fsdp.flat_parameter import FlatParam
+from fsdp.flat_parameter import FlatParam, flat_params
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def chunks_of(group: FSDPParamGroup) -> list[torch.Tensor]:
     *Collective* over the shard group: one all-to-all. *Memory*: the result, and as much again
     twice until it returns. *Blocks* the current stream (the host, without streams).
     """
-    params = _params(group)
+    params = flat_params(group.shard.plain)
     shard, info = group.shard, group.mesh_info
     chunks = _chunk_layout(params, info.shard_size)
     sources = _pieces(shard.layout, shard.data, info.shard_rank)
@@ -54,7 +54,7 @@ def fill_from_chunks(group: FSDPParamGroup, chunks: Mapping[int, torch.Tensor]) 
     if not chunks:
         return
     shard, info = group.shard, group.mesh_info
-    params = _params(group)
+    params = flat_params(group.shard.plain)
     indices = sorted(chunks)
     target = replace(shard.layout, cuts=tuple(shard.layout.cuts[index] for index in indices))
     source = _chunk_layout([params[index] for index in indices], info.shard_size)
@@ -62,10 +62,6 @@ def fill_from_chunks(group: FSDPParamGroup, chunks: Mapping[int, torch.Tensor]) 
     own = [run.to(params[i].dtype) for i, run in zip(indices, own, strict=True)]
     pieces = _pieces(target, shard.data, info.shard_rank)
     _deal(own, source, pieces, target, info, group.options.device)
-
-
-def _params(group: FSDPParamGroup) -> list[FlatParam]:
-    return [param for param in group.shard.plain if isinstance(param, FlatParam)]
 
 
 def _pieces(layout: Layout, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.flat_exposure import FlatExposure
-from fsdp.flat_parameter import FlatParam
+from fsdp.flat_parameter import flat_params
 from fsdp.original_exposure import OriginalExposure
 
 
@@ -26,7 +26,7 @@ class StandIns:
         exposure = group.options.exposure
         assert isinstance(exposure, (FlatExposure, OriginalExposure))
         self._exposure = exposure
-        self._params = [param for param in group.shard.plain if isinstance(param, FlatParam)]
+        self._params = flat_params(group.shard.plain)
         device = group.shard.data.device
         self._shown = [
             torch.zeros(1, dtype=param.dtype, device=device).as_strided(

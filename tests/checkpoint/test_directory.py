@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_torc
 from conformance.ranks import RankContext
 from fsdp import checkpoint
 from tests.fsdp.ranks import on_ranks
-from tests.reshard.faces import everything, fresh, made, marked, plain, same
+from tests.reshard.faces import ALL, everything, fresh, made, marked, plain, same
 
 FORMATS = pytest.mark.parametrize("form", ["sharded", "safetensors"])
 
@@ -67,22 +67,6 @@ def check(
         form=form,
     )
     assert [each.name for each in path.iterdir()] == ["saved"], "something was left beside it"
-
-
-ALL = [
-    "flat",
-    "original",
-    "fully",
-    "plain",
-    "ddp",
-    "flat_norm",
-    "flat_one",
-    "original_one",
-    "no_shard",
-    "original_no_shard",
-    "fully_root",
-    "fully_last_dim",
-]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,20 @@ def plain(seed: int = 7) -> Odd:
     return model
 
 
+QUICK = ["flat", "original", "fully", "plain"]
+ALL = [
+    *QUICK,
+    "ddp",
+    "flat_norm",
+    "flat_one",
+    "original_one",
+    "no_shard",
+    "original_no_shard",
+    "fully_root",
+    "fully_last_dim",
+]
+
+
 def made(
     face: str, ranks: Sequence[int], seed: int = 7, model: nn.Module | None = None
 ) -> nn.Module | None:

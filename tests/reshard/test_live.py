@@ -7,7 +7,7 @@ import pytest
 from conformance.ranks import RankContext
 from fsdp.reshard import reshard
 from tests.fsdp.ranks import on_ranks
-from tests.reshard.faces import everything, fresh, made, marked, same
+from tests.reshard.faces import ALL, QUICK, everything, fresh, made, marked, same
 
 
 def _moves(
@@ -38,20 +38,6 @@ def check(source: str, target: str, one: list[int], other: list[int], limit: int
         other=other,
         limit=limit,
     )
-
-
-QUICK = ["flat", "original", "fully", "plain"]
-ALL = [
-    *QUICK,
-    "ddp",
-    "flat_norm",
-    "flat_one",
-    "original_one",
-    "no_shard",
-    "original_no_shard",
-    "fully_root",
-    "fully_last_dim",
-]
 
 
 PAIRS = [(one, other) for one in QUICK for other in QUICK if one != other]
