@@ -8,10 +8,12 @@ imports. At last the controller itself is interrupted, terminated and killed in 
 processes are counted after 5 s.
 
     python benchmarks/faults.py [--fault NAME] [--jobs 1] [--out benchmarks/results/faults-cpu.json]
+    python benchmarks/faults.py --join RUN.json --join OTHER.json --out FILE.json
 
 The table goes beside the JSON file; both are written again after every cell. About 40 minutes with
 one job on two idle cores; `--jobs` runs several controllers at once, of which each keeps two to
-four cores busy.
+four cores busy. `--join` measures nothing: each row is taken from the first of the given runs that
+has it whole, and says from which.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ CONTROLLER_BOUND = 150.0
 IMPORTS = 180.0
 SURVIVAL = 5.0
 SETTLE = 1.0
+RUN = "run"
+"""Beside the hosts in a row: from which of several runs it is."""
 NUMBERS = ("SIGINT", "SIGTERM", "SIGKILL")
 """Signals to the controller."""
 WANTED = {row.name: row.verdict for row in ROWS}
@@ -187,11 +191,10 @@ BAD = {"failure", "error", "fail", "hang", "crash", "desync"}
 
 
 def table(report: dict[str, dict[str, Any]]) -> str:
-    names = list(report)
-    texts = [["fault on rank 1", *HOSTS]]
+    texts = [["fault on rank 1", *HOSTS, ""]]
     texts += [
-        [name, *(cell(report[name].get(host), WANTED.get(name)) for host in HOSTS)]
-        for name in names
+        [name, *(cell(row.get(host), WANTED.get(name)) for host in HOSTS), row.get(RUN, "")]
+        for name, row in report.items()
     ]
     widths = [max(len(line[i]) for line in texts) for i in range(len(texts[0]))]
     return "\n".join(
@@ -210,20 +213,41 @@ def machine() -> dict[str, Any]:
     }
 
 
+def joined(runs: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return each row from the first run that has all of it, and the machines of the runs."""
+    report: dict[str, dict[str, Any]] = {}
+    for name in [*FAULTS, *NUMBERS]:
+        whole = (
+            n for n, run in enumerate(runs) if HOSTS.keys() <= run["faults"].get(name, {}).keys()
+        )
+        number = next(whole, None)
+        report[name] = {}
+        if number is not None:
+            report[name] = runs[number]["faults"][name] | {RUN: f"run {number + 1}"}
+    return report, {f"run {number}": run["machine"] for number, run in enumerate(runs, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="verdicts on faults, framework by framework")
     parser.add_argument("--fault", action="append", choices=[*FAULTS, *NUMBERS], help="repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="controllers at once; 1 for 4 cores")
     parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
+    parser.add_argument("--join", action="append", type=Path, help="JSON of a run; repeatable")
     parser.add_argument("--commit", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.commit:
         commit(*options.commit, options.answer)
         return
+    if options.join:
+        report, about = joined([json.loads(path.read_text()) for path in options.join])
+        if options.out is not None:
+            write(options.out, report, about)
+        print(text_of(report, about), end="")
+        return
     about = machine() | {"jobs": options.jobs}
     names = options.fault or [*FAULTS, *NUMBERS]
-    report: dict[str, dict[str, Any]] = {name: {} for name in names}
+    report = {name: {} for name in names}
     scratch = Path(tempfile.mkdtemp(prefix="faults-"))
     writing = threading.Lock()
 
@@ -250,7 +274,8 @@ def main() -> None:
 
 
 def text_of(report: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
-    return f"{table(report)}\n\n{json.dumps(about)}\n"
+    machines = [f"{name}: {json.dumps(each)}" for name, each in about.items() if RUN in name]
+    return "\n".join([table(report), "", *(machines or [json.dumps(about)]), ""])
 
 
 def write(path: Path, report: dict[str, dict[str, Any]], about: dict[str, Any]) -> None:

@@ -2,13 +2,15 @@
 
     python benchmarks/reshard.py --plan             # 70 B parameters, 1,024 -> 384 ranks; no ranks
     python benchmarks/reshard.py --live --out docs/results/reshard.md
+    python benchmarks/reshard.py --table --device TYPE --world 1 --world 2
 
 A plan is made of integers alone, so one process does the work of all ranks. Every case runs in a
 fresh process, whose peak memory is that of the whole process, torch included.
 
 `--live` moves a model and its optimizer between all forms and worlds, on CPU ranks, in a job and
 through directories, and compares every bit with a model that was made in the target form. `--out`
-writes both tables to a file.
+writes both tables to a file. `--table` prints the first of them alone, for the given worlds, on any
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,21 +160,21 @@ def all_cells(context: Any, *, source: str, one: int, other: int, path: str) -> 
     return found
 
 
-def live() -> str:
-    """Return the table of all forms, ways and worlds."""
+def live(worlds: Sequence[int] = WORLDS, device: str = "cpu") -> str:
+    """Return the table of all forms and ways, from each of ``worlds`` to each."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from reshard import all_cells as cells  # the ranks import this file by its name
 
     from tests.fsdp.ranks import on_ranks
 
     results: dict[tuple[int, int], dict[str, bool]] = {}
-    for one, other in itertools.product(WORLDS, WORLDS):
+    for one, other in itertools.product(worlds, repeat=2):
         begin = time.perf_counter()
         merged: dict[str, bool] = {}
         for source in FORMS:
             given = {"source": source, "one": one, "other": other}
             with tempfile.TemporaryDirectory() as path:
-                values = on_ranks(cells, max(one, other), path=path, **given)
+                values = on_ranks(cells, max(one, other), device=device, path=path, **given)
             merged |= {key: all(value[key] for value in values) for key in values[0]}
         results[one, other] = merged
         seconds = time.perf_counter() - begin
@@ -254,13 +256,18 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--plan", action="store_true", help="plans at scale, without ranks")
     what.add_argument("--live", action="store_true", help="both, and all forms on CPU ranks")
+    what.add_argument("--table", action="store_true", help="all forms between --world ranks")
     what.add_argument("--one-plan", choices=CASES, help="one of them, in this process, as JSON")
+    parser.add_argument("--world", type=int, action="append", help="of --table; repeatable")
+    parser.add_argument("--device", default="cpu", help="of --table")
     parser.add_argument("--out", type=Path, help="where the page of --live is written")
     given = parser.parse_args()
     if given.one_plan:
         print(json.dumps(one_plan(given.one_plan)))
     elif given.plan:
         print(plans())
+    elif given.table:
+        print(live(given.world or WORLDS, given.device))
     else:
         page = report()
         print(page)

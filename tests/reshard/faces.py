@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fsdp.engine.mesh import default_device
 from fsdp.wrap import ModuleWrapPolicy
 from tests.fsdp.plain import Residual
 
@@ -120,14 +121,14 @@ def made(
     group = dist.new_group(list(ranks), group_desc="mesh of a test" if meshed else None)
     if dist.get_rank() not in ranks:
         return None
-    module = plain(seed) if model is None else model
+    module = (plain(seed) if model is None else model).to(default_device())
     if face == "plain":
         return module
     if face == "ddp":
         return DistributedDataParallel(module, process_group=group)
     if face in FLAT:
         return _quiet(module, process_group=group, **FLAT[face])
-    return _composable(face, module, DeviceMesh.from_group(group, "cpu"))
+    return _composable(face, module, DeviceMesh.from_group(group, default_device().type))
 
 
 def _quiet(module: nn.Module, **options: Any) -> nn.Module:
@@ -164,13 +165,17 @@ def _hybrid(face: str, ranks: Sequence[int], seed: int) -> nn.Module | None:
     if rank not in ranks:
         return None
     shard = shards[0 if rank in rows[0] else 1]
+    module = plain(seed).to(default_device())
     replica = replicas[(rows[0] if rank in rows[0] else rows[1]).index(rank)]
     if face == "hybrid":
-        return _quiet(plain(seed), process_group=(shard, replica), **FLAT[face])
+        return _quiet(module, process_group=(shard, replica), **FLAT[face])
     mesh = DeviceMesh.from_group(
-        [replica, shard], "cpu", mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+        [replica, shard],
+        default_device().type,
+        mesh=torch.tensor(rows),
+        mesh_dim_names=("replicate", "shard"),
     )
-    return _composable(face, plain(seed), mesh)
+    return _composable(face, module, mesh)
 
 
 def marked(model: nn.Module | None, lr: float = 1.0) -> Marks | None:

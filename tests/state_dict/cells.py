@@ -168,7 +168,7 @@ def locals_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             found[name] = value
             continue
         parts = [part.flatten() for part in held(value)]
-        found[name] = torch.cat([torch.empty(0, dtype=value.dtype), *parts])
+        found[name] = torch.cat(parts) if parts else torch.empty(0, dtype=value.dtype)
     return found
 
 
