@@ -85,21 +85,20 @@ class _Rank:
         gc.collect()  # reference cycles hold wrappers, and they hold process groups and hooks
         changed = fingerprint.changes(self.before, fingerprint.fingerprint(self.device))
         self.before = {}
-        gc.freeze()  # what is left belongs to modules that the job imported
         if dist.is_initialized():
             made = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]
-            meshed = any(group.group_desc.startswith("mesh") for group in made)
-            for group in made:
-                dist.destroy_process_group(group)
-            if meshed:
+            if made and _meshes_over(made):
                 # DTensor's caches, some of them below Python, answer for an equal mesh of a later
                 # job with the groups of this one, which are gone
                 changed = [*changed, "process groups of a mesh, which DTensor remembers"]
+            for group in made:
+                dist.destroy_process_group(group)
         random = sys.modules.get("torch.distributed.tensor._random")
         if random is not None:
             vars(random)["_rng_tracker"] = (
                 None  # it would carry the random state of this job's mesh over
             )
+        gc.freeze()  # what is left belongs to modules that the job imported
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
         os.chdir("/")
@@ -197,6 +196,16 @@ def _take_device(setup: RankSetup) -> torch.device:
 def _groups_made() -> int:
     """How many process groups this process has made so far; new ones are numbered from there."""
     return int(dist.distributed_c10d._world.group_count)
+
+
+def _meshes_over(groups: list[dist.ProcessGroup]) -> bool:
+    """Whether a mesh of any of ``groups`` outlived the job that made it.
+
+    What jobs before this one left is frozen, and not among the objects that are looked at.
+    """
+    mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
+    meshes = [each for each in gc.get_objects() if type(each) is mesh]
+    return any(group in groups for each in meshes for group in each.get_all_groups())
 
 
 def _plain(value: Any) -> Any:

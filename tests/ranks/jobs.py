@@ -347,3 +347,21 @@ def sum_on_a_mesh_of_two_dimensions(context: RankContext) -> float:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     spread = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
     return float(spread.sum().full_tensor())
+
+
+def sum_on_a_mesh_of_a_group(context: RankContext, *, own: bool) -> float:
+    """Over a group that nothing names, or over that of all ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    group = dist.new_group([0, 1]) if own else dist.group.WORLD
+    assert group is not None
+    spread = distribute_tensor(torch.arange(4.0), DeviceMesh.from_group(group, "cpu"), [Shard(0)])
+    return float(spread.sum().full_tensor())
+
+
+def mesh_without_tensors(context: RankContext) -> int:
+    """Nothing remembers a mesh with which nothing was done."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(dist.new_group([0, 1]), "cpu").size()

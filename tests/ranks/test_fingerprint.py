@@ -38,3 +38,18 @@ def test_ranks_are_replaced_after_a_mesh_whose_groups_dtensor_remembers(pool: Ra
         assert outcome.verdict is RankVerdict.OK, outcome.sentence
         assert outcome.values == (6.0, 6.0)
         assert "process groups of a mesh" in str(pool.replaced)
+
+
+def test_an_equal_mesh_of_other_groups_is_another_one(pool: RankPool) -> None:
+    for _ in range(2):
+        outcome = pool.run(Job.of(jobs.sum_on_a_mesh_of_a_group, own=True))
+        assert outcome.values == (6.0, 6.0), outcome.sentence
+        assert "process groups of a mesh" in pool.replaced
+
+
+def test_ranks_are_kept_after_meshes_that_cannot_mislead(pool: RankPool) -> None:
+    jobs_of = [Job.of(jobs.sum_on_a_mesh_of_a_group, own=False), Job.of(jobs.mesh_without_tensors)]
+    before = [value["pid"] for value in pool.run(Job.of(jobs.describe)).values]
+    for job in jobs_of:
+        assert pool.run(job).verdict is RankVerdict.OK
+    assert [value["pid"] for value in pool.run(Job.of(jobs.describe)).values] == before

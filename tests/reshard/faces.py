@@ -116,9 +116,7 @@ def made(
     """The model in form ``face`` over ``ranks``; None on other ranks. Collective over all."""
     if face in ("hybrid", "fully_hybrid"):
         return _hybrid(face, ranks, seed)
-    # DTensor remembers a mesh by its ranks: this name has kept ranks replaced after the job.
-    meshed = face not in ("plain", "ddp", *FLAT)
-    group = dist.new_group(list(ranks), group_desc="mesh of a test" if meshed else None)
+    group = dist.new_group(list(ranks))
     if dist.get_rank() not in ranks:
         return None
     module = (plain(seed) if model is None else model).to(default_device())
@@ -159,7 +157,7 @@ def _composable(face: str, module: Any, mesh: DeviceMesh) -> nn.Module:
 def _hybrid(face: str, ranks: Sequence[int], seed: int) -> nn.Module | None:
     half = len(ranks) // 2
     rows = [list(ranks[:half]), list(ranks[half:])]
-    shards = [dist.new_group(row, group_desc="mesh of a test") for row in rows]
+    shards = [dist.new_group(row) for row in rows]
     replicas = [dist.new_group([a, b]) for a, b in zip(*rows, strict=True)]
     rank = dist.get_rank()
     if rank not in ranks:
