@@ -26,6 +26,7 @@ StateKind = Literal["full", "sharded", "local"]
 CAPABILITIES: Mapping[str, str] = {
     "gradients": "full gradients can be read between backward and the optimizer step",
     "no_sync": "micro-batches before the last one do not reduce gradients",
+    "no_sync.dropped": "zero_grad drops gradients that wait unreduced, too",
     "clip.p1": "clip_grad_norm with the 1-norm",
     "clip.p2": "clip_grad_norm with the 2-norm",
     "clip.pinf": "clip_grad_norm with the maximum norm",

@@ -39,6 +39,8 @@ class Cause(StrEnum):
     COUNTED_TWICE = "counted-twice"
     NOT_CLIPPED = "not-clipped"
     NOT_LOADED = "not-loaded"
+    ALIASED = "aliased"
+    NOT_DROPPED = "not-dropped"
     CONVENTION_BROKEN = "convention-broken"
     REDUCED_IN_NO_SYNC = "reduced-in-no-sync"
     REDUCED_REPEATEDLY = "reduced-repeatedly"
@@ -83,6 +85,8 @@ MEANING: dict[Cause, str] = {
     Cause.COUNTED_TWICE: "parts counted more than once",
     Cause.NOT_CLIPPED: "the norm is right but the gradients were not clipped",
     Cause.NOT_LOADED: "still the value from before the load",
+    Cause.NOT_DROPPED: "gradients that were dropped are part of it",
+    Cause.ALIASED: "what was saved followed the training after it",
     Cause.CONVENTION_BROKEN: "the convention is not kept",
     Cause.REDUCED_IN_NO_SYNC: "gradients reduced inside no_sync",
     Cause.REDUCED_REPEATEDLY: "gradients reduced more than once per group",

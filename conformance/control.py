@@ -14,9 +14,11 @@ from conformance.adapters import make_adapter
 from conformance.causes import Cause
 from conformance.checks import Check
 from conformance.item import Item
-from conformance.models import ModelCase, cases
+from conformance.models import ModelCase
+from conformance.models import case as model_named
 from conformance.plan import Depth, Planned, plan
 from conformance.report.lines import Role
+from conformance.scenarios.sequence import SEQUENCE, needs_of
 from conformance.session import Subject
 from conformance.verdicts import BAD, Finding, Verdict
 
@@ -57,9 +59,13 @@ def _same_case(item: Item, failed: set[str]) -> Item | None:
     """The baseline's item of the same case; ``None`` if nothing failed or it cannot be asked."""
     checks = [check for check in item.planned.checks if check.id in failed]
     capabilities = make_adapter(CONTROL.adapter)[0].capabilities
-    model = cases()[item.planned.case.model]
-    for planned in plan(capabilities, checks, [model], depth=Depth.FULL):
-        if planned.case == item.planned.case:
+    case = item.planned.case
+    if case.scenario == SEQUENCE and needs_of(case.option("acts")) <= capabilities:
+        return Item(
+            subject=CONTROL, planned=Planned(case=case, checks=tuple(checks)), role=Role.CONTROL
+        )
+    for planned in plan(capabilities, checks, [model_named(case.model)], depth=Depth.FULL):
+        if planned.case == case:
             return Item(subject=CONTROL, planned=planned, role=Role.CONTROL)
     return None
 

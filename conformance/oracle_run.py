@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from conformance.adapter import LossFn, Wrapped, named_parameters, to_cpu
+from conformance.adapter import LossFn, OptimizerFactory, Wrapped, named_parameters, to_cpu
 from conformance.oracle import trainable
 from conformance.scenarios.run import Clip, Run, Watch
 
@@ -63,6 +63,19 @@ class OracleRun(Run):
     suspects: bool = False
     _before: list[Tensor] | None = field(default=None, init=False)
     _big: dict[str, Tensor | None] | None = field(default=None, init=False)
+
+    def build(
+        self,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        perturbed: bool = False,
+        clip: Clip | None = None,
+    ) -> Wrapped:
+        """A fresh pair; a stale loss of its first step is that of the weights it was built with."""
+        w = super().build(optimizer=optimizer, perturbed=perturbed, clip=clip)
+        if perturbed and self.suspects:
+            self._before = [p.detach().clone() for p in self.adapter.bare(w).parameters()]
+        return w
 
     def train_step(self, w: Wrapped, step: int, clip: Clip | None = None) -> None:
         """One step, with the values that known defects would have given."""

@@ -20,12 +20,13 @@ from conformance.errors import unknown
 from conformance.globs import matches
 from conformance.optimizers import OPTIMIZERS
 from conformance.scenarios import SCENARIOS
+from conformance.scenarios.sequence import SEQUENCE
 
 PLAIN_MODEL = "mlp"
 STATE_KINDS = ("full", "sharded", "local")
 
 
-ORDERS = frozenset({"two_forwards", "eval_first", "eval_in_step"})
+ORDERS = frozenset({"two_forwards", "eval_first", "eval_in_step", "dropped_gradients"})
 """Scenarios that are about the order of passes."""
 SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io"})
 """Traits of models for which that order is another code path."""
@@ -187,7 +188,7 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
         depth = Depth.FULL
     training = "unused" if "unused" in model.traits else "train"
     for scenario in SCENARIOS.values():
-        if scenario.needs - capabilities:
+        if scenario.needs - capabilities or scenario.name == SEQUENCE:
             continue
         # of a wide model only the live bytes say what a small one does not
         if (scenario.name == "memory") != ("wide" in model.traits):

@@ -283,7 +283,7 @@ class Session:
         """Folder of the oracle's three histories of a case; runs them if they are not there."""
         setting = self.setting
         # the only claims that change what is run; others share the oracle's runs
-        clips = case.scenario in TRAINING
+        clips = case.scenario in TRAINING or "c" in case.option("acts")
         shown = sorted(c for c in capabilities if clips and c.startswith("clip."))
         conventions = relevant(conventions, models.case(case.model))
         key = json.dumps(

@@ -17,7 +17,7 @@ from conformance.control import CONTROL, control_cases
 from conformance.errors import UsageError, unknown
 from conformance.globs import matches
 from conformance.item import Item
-from conformance.models import cases
+from conformance.models import case as model_named
 from conformance.near import near_matches, offer
 from conformance.plan import (
     Depth,
@@ -187,6 +187,6 @@ def items_of_log(log: Log) -> list[Item]:
 def planned_again(text: str, probe: Sequence[str], checks: Sequence[Check]) -> Planned:
     """A case as `plan` and `plan_probes` give it, from its string."""
     case = Case.parse(text)
-    judging = judges(case, cases()[case.model], checks)
+    judging = judges(case, model_named(case.model), checks)
     about = about_claim(judging, probe)
     return Planned(case=case, probe=tuple(probe), checks=about or judging)

@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp.empty_shard import EmptyShard
+from fsdp.engine.exposure import CutShard
 from fsdp.engine.layout import Extent, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
-from fsdp.engine.param import FSDPParam, ParamModuleInfo, uid_of
+from fsdp.engine.param import FSDPParam, ParamModuleInfo, install_all, uid_of
 from fsdp.engine.torch_private import (
     AsyncCollectiveTensor,
     DTensorSpec,
@@ -199,13 +200,11 @@ class DTensorExposure:
 
     def show_sharded(self, params: Sequence[DTensorParam]) -> None:
         """Register the DTensors."""
-        for param in params:
-            param.install(param.sharded)
+        install_all(params, [param.sharded for param in params])
 
     def show_whole(self, params: Sequence[DTensorParam]) -> None:
         """Register the leaves."""
-        for param in params:
-            param.install(param.unsharded)
+        install_all(params, [param.unsharded for param in params])
 
     def show_post_forward(
         self,
@@ -238,13 +237,20 @@ class DTensorExposure:
             dtensor_of(piece, spec, requires_grad=False), requires_grad=param.sharded.requires_grad
         )
 
-    def plain_gradient(self, param: DTensorParam, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the local gradient, in the parameter's own placements under TP.
+    def plain_gradients(
+        self, params: Sequence[DTensorParam], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the local gradients, in the parameters' own placements under TP.
 
-        *Collective* over the tensor-parallel mesh if the gradient is a partial sum there.
+        *Collective* over the tensor-parallel mesh for gradients that are partial sums there.
         """
-        if param.whole_spec is None:
-            return gradient
+        return [
+            gradient if param.whole_spec is None else self._local_gradient(param, gradient)
+            for param, gradient in zip(params, gradients, strict=True)
+        ]
+
+    def _local_gradient(self, param: DTensorParam, gradient: torch.Tensor) -> torch.Tensor:
+        assert param.whole_spec is not None
         if isinstance(gradient, AsyncCollectiveTensor):
             gradient = gradient.wait()
         if not isinstance(gradient, DTensor):
@@ -266,14 +272,12 @@ class DTensorExposure:
         """Whether a gradient is there already, or user code waits for one."""
         return any(p.sharded.grad is not None or post_accumulate_hooks(p.sharded) for p in params)
 
-    def hand_over(
-        self, params: Sequence[DTensorParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
+    def hand_over(self, params: Sequence[DTensorParam], shard: torch.Tensor, cut: CutShard) -> None:
         """Set the gradients, or add to those that are there; then run the users' hooks."""
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
         hooked: list[nn.Parameter] = []
-        for param, piece in zip(params, pieces, strict=True):
+        for param, piece in zip(params, cut(), strict=True):
             sharded = param.sharded
             present = sharded.grad
             if sharded._post_accumulate_grad_hooks:

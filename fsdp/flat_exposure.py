@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from fsdp.engine.exposure import CutShard
 from fsdp.engine.torch_private import post_accumulate_hooks
 from fsdp.flat_parameter import (
     FLAT_PARAM,
@@ -107,14 +108,11 @@ class FlatExposure(BaseExposure):
 
     def show_sharded(self, params: Sequence[FlatParam]) -> None:
         """Put tensors without memory where the whole ones were."""
-        for param in params:
-            _set_attributes(param, self._absent[param])
+        _set_attributes(params, [self._absent[param] for param in params])
 
     def show_whole(self, params: Sequence[FlatParam]) -> None:
         """Put the leaves there."""
-        for param in params:
-            assert param.unsharded is not None
-            _set_attributes(param, param.unsharded)
+        _set_attributes(params, [param.unsharded for param in params])
 
     def changed(self, params: Sequence[FlatParam]) -> bool:
         """Whether another flat parameter, or other memory, is there now."""
@@ -132,9 +130,7 @@ class FlatExposure(BaseExposure):
         """Whether a gradient is there already, or user code waits for one."""
         return self.flat.grad is not None or bool(post_accumulate_hooks(self.flat))
 
-    def hand_over(
-        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
+    def hand_over(self, params: Sequence[FlatParam], shard: torch.Tensor, cut: CutShard) -> None:
         """Set the flat gradient (S,), or add to the one that is there."""
         self._held = None
         self._add_gradient(self.flat, shard)
@@ -222,9 +218,10 @@ def _end_to_end(
     return held
 
 
-def _set_attributes(param: FlatParam, tensor: torch.Tensor) -> None:
-    for module, name, plain in param.slots:
-        if plain:
-            module.__dict__[name] = tensor
-        else:
-            setattr(module, name, tensor)  # a class that keeps a list of its weights
+def _set_attributes(params: Sequence[FlatParam], tensors: Sequence[torch.Tensor | None]) -> None:
+    for param, tensor in zip(params, tensors, strict=True):
+        for module, name, plain in param.slots:
+            if plain:
+                module.__dict__[name] = tensor
+            else:
+                setattr(module, name, tensor)  # a class that keeps a list of its weights

@@ -222,18 +222,24 @@ class BaseExposure:
         """
         raise AssertionError("a flat parameter is not resharded to a smaller mesh")
 
-    def plain_gradient(self, param: FlatParam, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient`` in the order of the flat parameter.
+    def plain_gradients(
+        self, params: Sequence[FlatParam], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return ``gradients`` in the order of the flat parameter.
 
         Raises:
             RuntimeError: backward was run to be differentiated itself.
         """
-        if gradient.requires_grad:
-            raise RuntimeError(
-                "FSDP does not support gradients of gradients: call backward() without "
-                "create_graph=True"
-            )
-        return param.in_order(gradient)
+        for gradient in gradients:
+            if gradient.requires_grad:
+                raise RuntimeError(
+                    "FSDP does not support gradients of gradients: call backward() without "
+                    "create_graph=True"
+                )
+        return [
+            gradient if param.order is None else param.in_order(gradient)
+            for param, gradient in zip(params, gradients, strict=True)
+        ]
 
     def full(self, param: FlatParam) -> torch.Tensor:
         """Return what is registered as ``param`` while whole parameters are."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp.engine.param import FSDPParam
+from fsdp.engine.exposure import CutShard
+from fsdp.engine.param import FSDPParam, install_all
 from fsdp.engine.torch_private import post_accumulate_hooks
 from fsdp.flat_parameter import BaseExposure, FlatParam, mark_taken, put_on_leaf, set_gradient
 
@@ -88,13 +89,11 @@ class OriginalExposure(BaseExposure):
 
     def show_sharded(self, params: Sequence[FlatParam]) -> None:
         """Register the user's parameters."""
-        for param in params:
-            param.install(param.original)
+        install_all(params, [param.original for param in params])
 
     def show_whole(self, params: Sequence[FlatParam]) -> None:
         """Register the leaves."""
-        for param in params:
-            param.install(param.unsharded)
+        install_all(params, [param.unsharded for param in params])
 
     def check_whole(self, params: Sequence[FlatParam]) -> None:
         """Refuse a change between forward and backward: the gradients would belong to neither.
@@ -123,11 +122,9 @@ class OriginalExposure(BaseExposure):
             o.grad is not None or post_accumulate_hooks(o) or _optimizers_of(o) for o in originals
         )
 
-    def hand_over(
-        self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
+    def hand_over(self, params: Sequence[FlatParam], shard: torch.Tensor, cut: CutShard) -> None:
         """Set each gradient, or add to it; none where nothing is trained or nothing lies here."""
-        for param, piece in zip(params, pieces, strict=True):
+        for param, piece in zip(params, cut(), strict=True):
             original = original_of(param)
             if not original.requires_grad or not piece.numel():
                 continue

@@ -25,13 +25,14 @@ from fsdp.flat_parameter import (
 )
 from fsdp.optim_state.refusal import expect_elementwise
 from fsdp.original_exposure import OriginalExposure, original_of
+from fsdp.plain_names import CHECKPOINTED, clean
 from fsdp.wrap import Policy, PolicyFn, choose_targets, one_of, post_order, replace_targets
 from fsdp.wrapper_checks import Arguments
 from fsdp.wrapper_mesh import mesh_info
 from fsdp.wrapper_options import STRATEGIES, BackwardPrefetch
 from fsdp.wrapper_owned import owned_modules
 from fsdp.wrapper_setup import broadcast_states, check_units, keep_precise, materialize
-from fsdp.wrapper_unit import WrappedUnit, clean_name
+from fsdp.wrapper_unit import WrappedUnit
 
 _PREFETCHES = {
     BackwardPrefetch.BACKWARD_PRE: Prefetches.BEFORE_GRADIENTS,
@@ -43,7 +44,7 @@ _WORDING = Wording(
     module="FSDP-wrapped module",
     sharing="Wrap the smallest module that holds all uses of it as one unit.",
     names_agree=False,  # what a rank ignores may lie between what it does not
-    clean=clean_name,
+    clean=clean,
 )
 
 
@@ -146,7 +147,7 @@ def _exposure(
     low = given.gradient_dtype()
     if params and not given.use_orig_params:
         grad = params[0].requires_grad
-        owner = getattr(module, "_checkpoint_wrapped_module", module)
+        owner = getattr(module, CHECKPOINTED, module)
         return FlatExposure(owner, requires_grad=grad, low_dtype=low, watches=watches)
     keeps_shape = not STRATEGIES[given.sharding_strategy].shards
     return OriginalExposure(keeps_shape=keeps_shape, low_dtype=low, watches=watches)

@@ -106,7 +106,7 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Options of the full form: whether rank 0 alone gets it."""
+    """Options of the full form: whether the first rank of each shard group alone gets it."""
 
     rank0_only: bool = False
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from fsdp.engine.unshard_handle import UnshardHandle, start_unshard
 from fsdp.full_params import check_idle, whole_params
+from fsdp.plain_names import WRAPPED, clean
 from fsdp.wrapper_options import STRATEGIES
-from fsdp.wrapper_unit import PREFIX, WrappedUnit, units_of
+from fsdp.wrapper_unit import WrappedUnit, units_of
 
 Self = TypeVar("Self", bound="WholeParameters")
 
@@ -37,7 +38,7 @@ class WholeParameters(WrappedUnit):
             module: a unit, or with ``recurse`` a module above or below units.
             recurse: whether the units below are opened too.
             writeback: whether this rank's part of changes stays.
-            rank0_only: whether the first rank alone sees them.
+            rank0_only: whether the first rank of each shard group alone sees them.
             offload_to_cpu: whether they lie in host memory.
             with_grads: whether whole gradients are shown beside them. A parameter that has no
                 gradient on any rank has none; one that has none here alone shows zeros.
@@ -75,7 +76,7 @@ class WholeParameters(WrappedUnit):
                         # A replica has no shard that would bring the old values back.
                         writeback=writeback or not STRATEGIES[unit.sharding_strategy].shards,
                         offload_to_cpu=offload_to_cpu,
-                        show=unit._is_first_rank() or not rank0_only,
+                        show=unit._is_first_of_shards() or not rank0_only,
                         with_grads=with_grads,
                     )
                 )
@@ -113,10 +114,10 @@ class WholeParameters(WrappedUnit):
         """Yield as any module does; inside a summon without the wrapper's part of the names."""
         opened = self._is_open()
         for name, param in super().named_parameters(*args, **kwargs):
-            yield name.replace(PREFIX, "") if opened else name, param
+            yield clean(name, (WRAPPED,)) if opened else name, param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield as any module does; inside a summon without the wrapper's part of the names."""
         opened = self._is_open()
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(PREFIX, "") if opened else name, buffer
+            yield clean(name, (WRAPPED,)) if opened else name, buffer

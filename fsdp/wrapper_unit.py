@@ -17,12 +17,10 @@ from fsdp.engine.unit import FSDPState
 from fsdp.flat_exposure import FlatExposure
 from fsdp.flat_handle import FlatParamHandle
 from fsdp.original_exposure import OriginalExposure
+from fsdp.plain_names import CHECKPOINTED, WRAPPED, clean, joined
 from fsdp.wrapper_checks import Arguments
 from fsdp.wrapper_environment import Environment
 from fsdp.wrapper_options import ShardingStrategy, StateDictSettings
-
-WRAPPED = "_fsdp_wrapped_module"
-PREFIX = f"{WRAPPED}."
 
 
 class WrappedUnit(nn.Module):
@@ -72,7 +70,7 @@ class WrappedUnit(nn.Module):
     def module(self) -> nn.Module:
         """The user's module, without a wrapper for activation checkpointing around it."""
         inner = self._fsdp_wrapped_module
-        seen: nn.Module = getattr(inner, "_checkpoint_wrapped_module", inner)
+        seen: nn.Module = getattr(inner, CHECKPOINTED, inner)
         return seen
 
     @property
@@ -84,7 +82,7 @@ class WrappedUnit(nn.Module):
     def _handle(self) -> FlatParamHandle | None:
         """What lies where in the flat parameter; None for a unit without parameters."""
         names = {
-            (module, name): clean_name(f"{path}.{name}" if path else name)
+            (module, name): clean(joined(path, name))
             for path, module in self._fsdp_wrapped_module.named_modules()
             for name in (*module._parameters, *module.__dict__)
         }
@@ -112,6 +110,14 @@ class WrappedUnit(nn.Module):
         mesh = self._state.mesh_info.mesh
         return mesh.get_rank() == int(mesh.mesh.flatten()[0])
 
+    def _is_first_of_shards(self) -> bool:
+        """Whether this rank is the first of those over which the unit is gathered.
+
+        There is one in every replica of a unit that is sharded and replicated.
+        """
+        info = self._state.mesh_info
+        return self._is_first_rank() if info.shard_group is None else info.shard_rank == 0
+
     def __getattr__(self, name: str) -> Any:
         """Look into the wrapped module for what the wrapper does not have."""
         try:
@@ -129,8 +135,3 @@ class WrappedUnit(nn.Module):
 def units_of(module: nn.Module) -> list[WrappedUnit]:
     """Return the units from ``module`` down, it included, each before those inside it."""
     return [each for each in module.modules() if isinstance(each, WrappedUnit)]
-
-
-def clean_name(name: str) -> str:
-    """Return ``name`` as the plain model has it."""
-    return name.replace(PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)

@@ -3,6 +3,7 @@
 Installed as `conformance.models`. Knows nothing of wrappers, of the suite or of processes.
 """
 
+from . import drawn
 from .case import TRAITS, Batch, ModelCase, concatenate, map_tensors, move
 from .registry import case, cases
 
@@ -13,6 +14,7 @@ __all__ = [
     "case",
     "cases",
     "concatenate",
+    "drawn",
     "map_tensors",
     "move",
 ]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from . import (
     batchnorm,
+    drawn,
     frozen,
     mlp,
     nested_io,
@@ -47,7 +48,7 @@ def case(name: str) -> ModelCase:
     """Look up one case.
 
     Args:
-        name: a key of `cases()`.
+        name: a key of `cases()`, or the description of a drawn model (`models/drawn.py`).
 
     Returns:
         The case.
@@ -55,6 +56,8 @@ def case(name: str) -> ModelCase:
     Raises:
         ValueError: if there is no such case; the message holds the nearest name.
     """
+    if name.startswith(drawn.PREFIX):
+        return drawn.model_case(name)
     if name in _CASES:
         return _CASES[name]
     near = difflib.get_close_matches(name, _CASES, n=1)

@@ -69,6 +69,7 @@ class FullyShardedAdapter(OwnCheckpoint, FlatStatesAdapter):
         {
             "gradients",
             "no_sync",
+            "no_sync.dropped",
             "clip.gradients",
             "clip.p1",
             "clip.p2",

@@ -63,6 +63,7 @@ class DataParallelAdapter(ReplicatedAdapter):
         {
             "gradients",
             "no_sync",
+            "no_sync.dropped",
             "clip.gradients",
             "clip.p1",
             "clip.p2",
@@ -78,7 +79,7 @@ class DataParallelAdapter(ReplicatedAdapter):
         """Without broadcasts every rank keeps its own buffers."""
         if options.get("static_graph", False):
             # docs/findings/ddp-static-graph-no-sync.md
-            self.capabilities -= {"no_sync"}
+            self.capabilities -= {"no_sync", "no_sync.dropped"}
         if not options.get("broadcast_buffers", True):
             self.conventions = Conventions(buffers="local")
 

@@ -34,6 +34,7 @@ class FullyShardedAdapter(FlatStatesAdapter, CheckpointDirectory):
         {
             "gradients",
             "no_sync",
+            "no_sync.dropped",
             "clip.gradients",
             "clip.p1",
             "clip.p2",

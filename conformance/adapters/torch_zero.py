@@ -35,6 +35,7 @@ class ZeroRedundancyAdapter(ReplicatedAdapter):
         {
             "gradients",
             "no_sync",
+            "no_sync.dropped",
             "clip.gradients",
             "clip.p1",
             "clip.p2",

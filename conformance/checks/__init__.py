@@ -11,6 +11,8 @@ from conformance.checks import (  # noqa: F401, I001 - imported for registration
     optimizer,
     sharding,
     memory,
+    states,
+    saving,
     checkpoint,
 )
 from conformance.checks.evidence import Evidence, Ledger

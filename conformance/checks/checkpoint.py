@@ -12,8 +12,9 @@ from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
 from conformance.checks.names import key_text, one_sided
-from conformance.checks.optimizer import is_value
+from conformance.checks.optimizer import compare_steps, is_value
 from conformance.checks.registry import check
+from conformance.checks.saving import SAVED
 from conformance.checks.training import parameter_suspects
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
@@ -22,8 +23,6 @@ from conformance.scenarios.checkpoint import STEPS_BEFORE
 from conformance.scenarios.run import PERTURBATION
 
 CHECKPOINT = frozenset({"checkpoint"})
-SAVED = {"step": STEPS_BEFORE - 1}
-"""Where the last observation before the save was made."""
 
 
 def full_or_sharded(case: Case, model: ModelCase) -> bool:
@@ -61,9 +60,10 @@ def state_dict_keys(evidence: Evidence, ledger: Ledger) -> None:
 @check("state_dict.tensors", profile="checkpoint", scenarios=CHECKPOINT, applies=full_or_sharded)
 def state_dict_tensors(evidence: Evidence, ledger: Ledger) -> None:
     """Entries of the model state have the right shape, dtype and device, on the right ranks."""
+    firsts = first_ranks(evidence)
     for rank, seen, got in _layouts(evidence):
         ledger.hold(
-            not got or bool(seen.value),
+            not got or bool(seen.value) or rank in firsts,
             moment=seen.moment,
             cause=Cause.UNEXPECTED_KEY,
             sentence=f"rank {rank} was given {len(got)} entries of a full state that was asked for"
@@ -130,18 +130,32 @@ def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
                         limit,
                         name=f"{key} in the bare module of rank {rank}",
                         moment=seen.moment,
-                        suspects=partial(fresh_values, evidence, rank, key),
+                        suspects=partial(other_values, evidence, rank, key),
                         rank=rank,
                         fqn=key,
                     )
 
 
-def fresh_values(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
-    """What a parameter is in a freshly built model before anything is loaded into it."""
+def other_values(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
+    """What else may come out of a load: nothing loaded, another moment's value, another rank's."""
+    history, found = evidence.history, []
     start = evidence.oracle.reference.find(rank, "parameters", {"step": -1})
-    if start is None or key not in start.value:
-        return []
-    return [(Cause.NOT_LOADED, start.value[key] + PERTURBATION)]
+    if start is not None and key in start.value:
+        found.append((Cause.NOT_LOADED, as_tensor(start.value[key]) + PERTURBATION))
+    for what, cause in (
+        ("kept_parameters", Cause.ALIASED),
+        ("kept_buffers", Cause.ALIASED),
+        ("parameters", Cause.STALE),
+    ):
+        step = STEPS_BEFORE if cause is Cause.ALIASED else -1
+        seen = history.find(rank, what, {"step": step})
+        if seen is not None and key in seen.value:
+            found.append((cause, as_tensor(seen.value[key])))
+    for other in range(evidence.world):
+        seen = history.find(other, "buffers", SAVED)
+        if other != rank and seen is not None and key in seen.value:
+            found.append((Cause.OTHER_RANK, as_tensor(seen.value[key])))
+    return found
 
 
 @check("resume.model", profile="checkpoint", scenarios=CHECKPOINT)
@@ -158,16 +172,24 @@ def resume_model(evidence: Evidence, ledger: Ledger) -> None:
                 _compare_loaded(evidence, ledger, seen, trees[0], trees[1:], rank)
 
 
-def saving_ranks(evidence: Evidence, rank: int) -> list[int]:
-    """Ranks whose buffers `rank` may find after the load, its own first.
+def first_ranks(evidence: Evidence) -> range:
+    """Ranks that may have a state that is for rank 0 only: the first of each replica."""
+    return range(0, evidence.world, max(evidence.world // evidence.replicas, 1))
 
-    Buffers differ between ranks. A state that only rank 0 has brings rank 0's; into a directory
-    one rank, no matter which, writes what is not sharded.
+
+def saving_ranks(evidence: Evidence, rank: int) -> list[int]:
+    """Ranks whose buffers `rank` may find after the load.
+
+    Buffers differ between ranks. A state that only rank 0 has brings rank 0's, or that of the first
+    rank of a replica its own; into a directory one rank, no matter which, writes what is not
+    sharded.
     """
     case = evidence.case
     if case.option("kind") == "save":
         return [rank, *(other for other in range(evidence.world) if other != rank)]
-    return [0] if full(case, evidence.model) and case.option("options") == "explicit" else [rank]
+    if not full(case, evidence.model) or case.option("options") != "explicit":
+        return [rank]
+    return [0, rank] if rank in first_ranks(evidence) else [0]
 
 
 def _compare_loaded(
@@ -195,10 +217,16 @@ def _compare_loaded(
             0.0,
             name=f"{key} after the load, rank {rank},",
             moment=seen.moment,
-            suspects=partial(fresh_values, evidence, rank, key),
+            suspects=partial(other_values, evidence, rank, key),
             rank=rank,
             fqn=key,
         )
+
+
+@check("resume.options", profile="checkpoint", scenarios=CHECKPOINT)
+def resume_options(evidence: Evidence, ledger: Ledger) -> None:
+    """After the load step counts and hyper-parameters are those of the saved optimizer."""
+    compare_steps(evidence, ledger, prefix="loaded_")
 
 
 @check("resume.optimizer", profile="checkpoint", scenarios=CHECKPOINT)

@@ -12,7 +12,7 @@ from torch import Tensor
 from conformance.causes import Cause
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import GRADIENTS
-from conformance.checks.registry import check
+from conformance.checks.registry import TRAINING, check
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 
@@ -24,7 +24,7 @@ def bites(seen: Observation) -> bool:
     return float(seen.value) > float(seen.where["max_norm"])
 
 
-@check("clip.norm", profile="core", any_of=CLIPS)
+@check("clip.norm", profile="core", scenarios=TRAINING | {"sequence"}, any_of=CLIPS)
 def clip_norm(evidence: Evidence, ledger: Ledger) -> None:
     """The norm that clipping returns is that of the whole gradient, every element counted once."""
     ledger.notes += [f"not claimed: {clip}" for clip in sorted(CLIPS - evidence.capabilities)]

@@ -10,7 +10,7 @@ from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger, Moment
 from conformance.checks.gradients import several_micro_batches
 from conformance.checks.moments import moment_of
-from conformance.checks.registry import TRAINING, check
+from conformance.checks.registry import OBSERVED, check
 from conformance.ranks import CollectiveRecord
 from conformance.ranks.signature import difference
 
@@ -132,7 +132,7 @@ def rounded_up(elements: int) -> int:
 @check(
     "collectives.order",
     profile="communication",
-    scenarios=TRAINING | {"eval_first", "two_forwards", "checkpoint"},
+    scenarios=OBSERVED | {"two_forwards", "checkpoint"},
 )
 def collectives_order(evidence: Evidence, ledger: Ledger) -> None:
     """In every process group all ranks issue the same collectives in the same order."""

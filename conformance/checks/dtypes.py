@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.causes import Cause
 from conformance.checks.evidence import Evidence, Ledger, observed, place
-from conformance.checks.registry import TRAINING, check
+from conformance.checks.registry import OBSERVED, check
 
 RESULTS = {
     "loss": "loss",
@@ -21,7 +21,11 @@ RESULTS = {
 }
 
 
-@check("dtypes.results", profile="precision", scenarios=TRAINING | {"eval_first", "checkpoint"})
+@check(
+    "dtypes.results",
+    profile="precision",
+    scenarios=OBSERVED | {"checkpoint"},
+)
 def dtypes_results(evidence: Evidence, ledger: Ledger) -> None:
     """Losses, gradients, parameters and optimizer state have the oracle's dtypes."""
     for what, noun in RESULTS.items():

@@ -5,6 +5,7 @@ Registers no check: modules of checks import it without disturbing their order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,13 @@ from conformance.explain import Suspect
 from conformance.history import History, Observation
 from conformance.models import ModelCase
 
-ANY_TRAINING = TRAINING | {"eval_first", "eval_in_step", "checkpoint"}
+ANY_TRAINING = TRAINING | {
+    "eval_first",
+    "eval_in_step",
+    "dropped_gradients",
+    "checkpoint",
+    "sequence",
+}
 GRADIENTS = frozenset({"gradients"})
 
 
@@ -44,9 +51,10 @@ def common_factor(
         and got[key].shape == expected.shape
     ]
     square = sum(float(e @ e) for _, e, _ in pairs)
-    if square == 0:
+    product = sum(float(g @ e) for g, e, _ in pairs)
+    if square == 0 or not math.isfinite(product):  # what is no number is judged by value
         return None, 0.0, 0.0
-    factor = sum(float(g @ e) for g, e, _ in pairs) / square
+    factor = product / square
     scale = max(float(e.abs().max()) for _, e, _ in pairs)
     error = max(float((g - factor * e).abs().max()) for g, e, _ in pairs) / scale
     bounds = (evidence.oracle.bound(rank, "gradients", dict(seen.where), k) for _, _, k in pairs)
@@ -76,6 +84,9 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         earlier = reference.find(rank, "gradients", before)
         if earlier is not None and earlier.value.get(key) is not None:
             found.append((Cause.STALE, earlier.value[key]))
+        dropped = reference.find(rank, "gradients_dropped", {})
+        if dropped is not None and dropped.value.get(key) is not None:
+            found.append((Cause.NOT_DROPPED, expected + dropped.value[key]))
         return found
 
     return suspects

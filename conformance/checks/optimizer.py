@@ -1,13 +1,15 @@
-"""The optimizer's state, step counts and hyper-parameters, through training and after a load."""
+"""The optimizer's state, step counts and hyper-parameters through training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from conformance.causes import MEANING, Cause
-from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
-from conformance.checks.registry import TRAINING, check
+from conformance.checks.evidence import Evidence, Ledger, Moment, compare_trees, place
+from conformance.checks.registry import OBSERVED, check
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 
@@ -21,7 +23,7 @@ def is_value(key: str) -> bool:
     return not key.endswith(STEP)
 
 
-@check("optimizer.state", profile="core", scenarios=TRAINING | {"eval_first"})
+@check("optimizer.state", profile="core", scenarios=OBSERVED)
 def optimizer_state(evidence: Evidence, ledger: Ledger) -> None:
     """After every step the optimizer's state of every parameter is the oracle's."""
     compare_trees(
@@ -53,22 +55,28 @@ def state_suspects(evidence: Evidence) -> Any:
     return suspects
 
 
-@check("optimizer.steps", profile="core", scenarios=TRAINING | {"eval_first", "checkpoint"})
+@check("optimizer.steps", profile="core", scenarios=OBSERVED | {"checkpoint"})
 def optimizer_steps(evidence: Evidence, ledger: Ledger) -> None:
-    """Step counts and hyper-parameters are the oracle's after every step and after a load."""
+    """Step counts and hyper-parameters are the oracle's after every step."""
+    compare_steps(evidence, ledger, prefix="")
+
+
+def compare_steps(evidence: Evidence, ledger: Ledger, *, prefix: str) -> None:
+    """Step counts and hyper-parameters are the oracle's, as they were observed under `prefix`."""
     for rank in range(evidence.world):
-        for prefix in ("", "loaded_"):
-            for seen in evidence.expected(f"{prefix}optimizer_state", rank):
-                got = evidence.history.get(rank, seen.what, **seen.where)
-                _compare_counts(ledger, seen, got, rank)
-            for seen in evidence.expected(f"{prefix}hyperparameters", rank):
-                got = evidence.history.get(rank, seen.what, **seen.where)
-                _compare_hyperparameters(ledger, seen, got, rank)
+        for seen in evidence.expected(f"{prefix}optimizer_state", rank):
+            got = evidence.history.get(rank, seen.what, **seen.where)
+            _compare_counts(ledger, seen, got, rank)
+        for seen in evidence.expected(f"{prefix}hyperparameters", rank):
+            got = evidence.history.get(rank, seen.what, **seen.where)
+            where = {"rank": rank, **seen.where}
+            owner = _when(seen, rank)
+            compare_options(ledger, seen.moment, got, seen.value, owner, **where)
 
 
 def _when(seen: Observation, rank: int) -> str:
-    after = "after the load, " if seen.what.startswith("loaded_") else ""
-    return f"{after}{place(seen.where, rank)}"
+    after = "after the load at" if seen.what.startswith("loaded_") else "at"
+    return f"{after} {place(seen.where, rank)}"
 
 
 def _compare_counts(ledger: Ledger, seen: Observation, got: Mapping[str, Any], rank: int) -> None:
@@ -85,7 +93,7 @@ def _compare_counts(ledger: Ledger, seen: Observation, got: Mapping[str, Any], r
             counted,
             moment=seen.moment,
             cause=Cause.MISSING_KEY if value is None else Cause.WRONG_STEP_COUNT,
-            sentence=f"step count {key} at {_when(seen, rank)} is {shown}, expected {expected:g}",
+            sentence=f"step count {key} {_when(seen, rank)} is {shown}, expected {expected:g}",
             rank=rank,
             fqn=key,
             got=shown,
@@ -94,36 +102,59 @@ def _compare_counts(ledger: Ledger, seen: Observation, got: Mapping[str, Any], r
         )
 
 
-def _compare_hyperparameters(
-    ledger: Ledger, seen: Observation, got: Sequence[Mapping[str, Any]], rank: int
+def what_to_compute(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group without those that say how to compute."""
+    return {k: v for k, v in group.items() if k not in CHOICES_OF_IMPLEMENTATION}
+
+
+def compare_count(
+    ledger: Ledger,
+    seen: Observation,
+    name: str,
+    got: Tensor,
+    expected: Tensor,
+    where: Mapping[str, Any],
 ) -> None:
-    """Every group has the values that the oracle's groups agree on; how many groups is free."""
-    expected = [_what_to_compute(group) for group in seen.value]
+    """A step count that was saved or kept is the one that was there."""
+    cause = Cause.WRONG_STEP_COUNT
+    ledger.hold(
+        bool((got == expected).all()),
+        moment=seen.moment,
+        cause=cause,
+        sentence=f"{name} is {got.tolist()}, expected {expected.tolist()}: {MEANING[cause]}",
+        got=got.tolist(),
+        expected=expected.tolist(),
+        **where,
+    )
+
+
+def compare_options(
+    ledger: Ledger,
+    moment: Moment,
+    got: Sequence[Mapping[str, Any]],
+    due: Sequence[Mapping[str, Any]],
+    owner: str,
+    **where: Any,
+) -> None:
+    """Every group of `got` has the values that those of `due` agree on; how many groups is free."""
+    cause = Cause.WRONG_HYPERPARAMETER
     ledger.hold(
         bool(got),
-        moment=seen.moment,
+        moment=moment,
         cause=Cause.MISSING_KEY,
-        sentence=f"the optimizer has no parameter group at {_when(seen, rank)}",
-        rank=rank,
-        **seen.where,
+        sentence=f"there is no parameter group {owner}",
+        **where,
     )
     for index, group in enumerate(got):
-        wanted = expected[min(index, len(expected) - 1)]
-        for key, value in wanted.items():
+        for key, value in what_to_compute(due[min(index, len(due) - 1)]).items():
             ledger.hold(
                 key in group and group[key] == value,
-                moment=seen.moment,
-                cause=Cause.WRONG_HYPERPARAMETER,
-                sentence=f"{key} of parameter group {index} at {_when(seen, rank)} is"
-                f" {group.get(key, 'missing')}, expected {value}:"
-                f" {MEANING[Cause.WRONG_HYPERPARAMETER]}",
-                rank=rank,
+                moment=moment,
+                cause=cause,
+                sentence=f"{key} of parameter group {index} {owner} is"
+                f" {group.get(key, 'missing')}, expected {value}: {MEANING[cause]}",
                 key=key,
                 got=group.get(key),
                 expected=value,
-                **seen.where,
+                **where,
             )
-
-
-def _what_to_compute(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in CHOICES_OF_IMPLEMENTATION}

@@ -27,6 +27,8 @@ PROFILES: Mapping[str, str] = {
 }
 
 TRAINING = frozenset({"train", "unused"})
+OBSERVED = TRAINING | {"eval_first", "sequence"}
+"""Scenarios in which everything is observed after every step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import ANY_TRAINING
 from conformance.checks.names import key_text
-from conformance.checks.registry import TRAINING, Applies, check
+from conformance.checks.registry import OBSERVED, Applies, check
 from conformance.checks.updates import stepped
 from conformance.explain import Suspect, is_scaled, ratio
 from conformance.history import Observation, as_tensor
@@ -154,7 +154,7 @@ def _other_course(evidence: Evidence, rank: int, seen: Observation, key: str) ->
 @check(
     "buffers.convention",
     profile="core",
-    scenarios=TRAINING | {"eval_first"},  # what a load brings back is judged as a load
+    scenarios=OBSERVED,  # what a load brings back is judged as a load
     applies=having("buffers"),
 )
 def buffers_convention(evidence: Evidence, ledger: Ledger) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import (
@@ -151,7 +153,12 @@ def first_step_suspects(evidence: Evidence, rank: int, key: str) -> list[Suspect
         if value is not None
     ]
     advanced = stepped(optimizer, start, [gradient], warm_up=True) - start
-    return [*found, (Cause.WRONG_STEP_COUNT, advanced)]
+    end = reference.get(rank, "parameters", step=0)[key]
+    rounded = [
+        (Cause.DTYPE_ROUND_TRIP, end.to(short).to(end.dtype) - start)
+        for short in (torch.bfloat16, torch.float16)
+    ]
+    return [*found, (Cause.WRONG_STEP_COUNT, advanced), *rounded]
 
 
 @check("parameters.end", profile="core", scenarios=ANY_TRAINING | {"two_forwards"})

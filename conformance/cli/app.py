@@ -177,6 +177,39 @@ def selftest(
     )
 
 
+@app.command()
+def fuzz(  # noqa: PLR0913 - one parameter an option
+    adapter: Annotated[str, typer.Argument(help="Name of an adapter, or package.module:Class.")],
+    examples: Annotated[int, typer.Option(help="How many to try, shrinking not counted.")] = 100,
+    world: World = 2,
+    device: Device = "auto",
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Pattern of variants; repeatable; without it all.")
+    ] = None,
+    mutant: Annotated[str | None, typer.Option(help="A defect to plant first.")] = None,
+    expect: Annotated[
+        Path | None,
+        typer.Option(help="File of known deviations: lines of 'finding pattern: reason'."),
+    ] = None,
+    timeout: Timeout = 60.0,
+    seed: Seed = 0,
+) -> None:
+    """Draw models and programs, and shrink what goes wrong."""
+    from conformance.cli.fuzzing import FuzzOptions, fuzz_command
+
+    options = FuzzOptions(
+        variants=tuple(variant or ()),
+        examples=examples,
+        world=world,
+        device=device,
+        mutant=mutant,
+        expect=expect,
+        timeout=timeout,
+        seed=seed,
+    )
+    raise typer.Exit(fuzz_command(adapter, options))
+
+
 def main() -> None:
     """Entry point of the command; never returns."""
     # as `python -m` does: adapters of the working directory can be named

@@ -17,7 +17,7 @@ from conformance.expectations import Expectations
 from conformance.item import Item
 from conformance.machine import device_for, notes
 from conformance.matrix import Matrix, NotStored
-from conformance.models import cases
+from conformance.models import cases, drawn
 from conformance.mutants import mutant_named
 from conformance.optimizers import OPTIMIZERS
 from conformance.probes import probed_capabilities
@@ -34,6 +34,7 @@ from conformance.report.lines import (
 from conformance.report.log import RunLog, status_of
 from conformance.report.text import WIDTH, finding_text, indented, number, report_text
 from conformance.scenarios import SCENARIOS
+from conformance.scenarios.sequence import ACTS, SEQUENCE
 from conformance.session import Session, Setting, Subject, slug
 from conformance.verdicts import COMPLETED, EXIT_OK, exit_status, parse_finding_id
 from conformance.work import items_of_log, planned_again
@@ -98,13 +99,23 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
     if mutant is not None:
         mutant_named(mutant)
     subject.make()
+    if case.model.startswith(drawn.PREFIX):
+        try:
+            drawn.parse(case.model)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    elif case.model not in cases():
+        raise unknown("model", case.model, cases(), listed="models")
     for kind, name, known in (
-        ("model", case.model, cases()),
         ("scenario", case.scenario, SCENARIOS),
         ("optimizer", case.optimizer, OPTIMIZERS),
     ):
         if name not in known:
-            raise unknown(kind, name, known, listed="models" if kind == "model" else "")
+            raise unknown(kind, name, known)
+    acts = case.option("acts")
+    if case.scenario == SEQUENCE and (not acts or set(acts) - set(ACTS)):
+        known_acts = "".join(ACTS)
+        raise UsageError(f"case {case}: acts={acts!r} is not a sequence of letters {known_acts!r}")
     probe = probed_capabilities(check)
     if not probe and check not in CHECKS:
         raise unknown("check", check, CHECKS, listed="checks")

@@ -9,8 +9,11 @@ from conformance.mutants import (  # noqa: F401 - imported for registration
     dtypes,
     memory,
     optimizer,
+    reported,
     robustness,
+    saving,
     sharding,
+    states,
     structure,
     training,
 )

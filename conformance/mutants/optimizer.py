@@ -83,7 +83,7 @@ class StepCountedTwice(Adapter):
 
 
 @mutant(
-    check="optimizer.steps",
+    check="resume.options",
     cause=Cause.WRONG_HYPERPARAMETER,
     case="mlp/checkpoint/kind=full,options=default",
     bugs=("pytorch/torchtitan#4598", "pytorch/pytorch#140900"),

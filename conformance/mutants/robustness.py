@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,3 +57,28 @@ class EvaluationRoundsParameters(Adapter):
             kept = local(p.detach())
             kept.copy_(kept.to(torch.bfloat16))
         return loss
+
+
+@mutant(check="gradients.value", cause=Cause.NOT_DROPPED, case="mlp/dropped_gradients")
+class DroppedGradientsReturn(Adapter):
+    """While gradients wait unreduced, the reduced ones are kept where `zero_grad` does not look."""
+
+    def no_sync(self, w: Wrapped) -> AbstractContextManager[Any]:
+        """Keep a copy of what is reduced."""
+        self.kept = [None if p.grad is None else p.grad.clone() for p in w.module.parameters()]
+        return super().no_sync(w)
+
+    def optimizer_step(self, w: Wrapped) -> None:
+        """There is nothing to come back."""
+        super().optimizer_step(w)
+        self.kept = []
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Add the copy if the gradients have been dropped since."""
+        kept = getattr(self, "kept", [])
+        parameters = list(w.module.parameters())
+        dropped = bool(kept) and all(p.grad is None for p in parameters)
+        super().backward(w, loss)
+        for parameter, gradient in zip(parameters, kept if dropped else (), strict=False):
+            if parameter.grad is not None and gradient is not None:
+                parameter.grad += gradient

@@ -38,7 +38,7 @@ class RowsShiftedByOne(Adapter):
     check="gradients.value",
     cause=Cause.NOT_REDUCED,
     case="mlp/train/optimizer=sgd",
-    bugs=("pytorch/pytorch#60118", "pytorch/pytorch#187732"),
+    bugs=("pytorch/pytorch#60118", "pytorch/pytorch#187732", "pytorch/pytorch#154888"),
 )
 class NeverReduced(Adapter):
     """Every rank trains on its own gradients."""

@@ -10,38 +10,60 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from conformance.adapter import StateKind, Wrapped, to_cpu
+from conformance.adapter import StateKind, Wrapped, ignore, to_cpu
 from conformance.optimizers import with_other_hyperparameters
 from conformance.per_rank import each
 from conformance.scenarios.run import Run
+from conformance.scenarios.states import (
+    content,
+    layout,
+    numbering,
+    optimizer_content,
+    sharded_elements,
+)
 
 STEPS_BEFORE = 2
 STEPS_AFTER = 2
+RATE_FACTOR = 0.5
+"""What the learning rate is multiplied by between steps, as a scheduler does."""
 
 
 def checkpoint(run: Run) -> None:
-    """Two steps, save, build anew, load, two more steps."""
+    """Two steps, save, build anew, load, two more steps.
+
+    After a save into a directory the saved pair takes a step before the load: what is on disk must
+    not follow. States in memory may be the wrapper's own tensors, so there it takes none.
+    """
     with run.phase("build"):
         w = run.build()
         run.observe_built(w)
+        _remember_rates(w)
     for step in range(STEPS_BEFORE):
         with run.phase(f"step {step}"):
+            if step:
+                _lower_rates(w)
             run.train_step(w, step)
     with run.phase("save"):
         saved = _save(run, w)
+        run.observe_state(w, step=STEPS_BEFORE - 1, prefix="kept_")
     if run.case.option("kind") == "full":
         with run.phase("bare load"):
             run.writer.write("bare", each(saved.model, lambda state: _in_bare(run, state)))
+    if run.case.option("kind") == "save":
+        with run.phase("go on"):
+            _go_on(run, w)
     with run.phase("build again"):
         fresh = run.build(optimizer=with_other_hyperparameters(run.optimizer), perturbed=True)
+        if run.case.option("kind") == "save":
+            _remember_rates(fresh)  # a directory is read into what is there
     with run.phase("load"):
         _load(run, fresh, saved)
         run.observe_state(fresh, step=STEPS_BEFORE - 1, prefix="loaded_")
     for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
         with run.phase(f"step {step}"):
+            _lower_rates(fresh)
             run.train_step(fresh, step)
 
 
@@ -62,9 +84,34 @@ def _save(run: Run, w: Wrapped) -> Saved:
     explicit = run.case.option("options") == "explicit"
     cpu, rank0_only = explicit, explicit and kind == "full"
     model = run.adapter.model_state(w, state_kind, cpu=cpu, rank0_only=rank0_only)
-    optimizer = run.adapter.optim_state(w, state_kind, cpu=cpu, rank0_only=rank0_only)
     run.writer.write("model_state_layout", each(model, layout))
+    if kind == "sharded":
+        run.writer.write("model_state_pieces", each(model, content))
+    elif kind == "local":
+        run.writer.write("model_state_elements", each(model, sharded_elements))
+    optimizer = run.adapter.optim_state(w, state_kind, cpu=cpu, rank0_only=rank0_only)
+    if kind != "local":
+        _write_optimizer(run, w, optimizer)
     return Saved(model=model, optimizer=optimizer)
+
+
+def _write_optimizer(run: Run, w: Wrapped, state: Any) -> None:
+    numbered = numbering(run.adapter.bare(w), w.optimizer)
+    held = each(state, lambda own: optimizer_content(own, numbered))
+    run.writer.write("optim_state_layout", each(held, lambda own: layout(own.entries)))
+    run.writer.write("optim_state_known", each(held, lambda own: own.known))
+    run.writer.write("optim_state_options", each(held, lambda own: list(own.options)))
+    run.writer.write("optim_state_pieces", each(held, lambda own: content(own.entries)))
+
+
+def _go_on(run: Run, w: Wrapped) -> None:
+    """One step of the saved pair."""
+    w.observe = ignore  # the observer of the step before
+    _lower_rates(w)
+    result = run.adapter.step(w, run.micro_batches(STEPS_BEFORE), run.model.loss)
+    for micro, loss in enumerate(result.losses):
+        run.writer.write("kept_loss", loss, step=STEPS_BEFORE, micro=micro)
+    run.observe_state(w, step=STEPS_BEFORE, prefix="kept_")
 
 
 def _load(run: Run, w: Wrapped, saved: Saved) -> None:
@@ -77,31 +124,32 @@ def _load(run: Run, w: Wrapped, saved: Saved) -> None:
     run.adapter.load_optim_state(w, state_kind, saved.optimizer)
 
 
+def _remember_rates(w: Wrapped) -> None:
+    """What a scheduler does to an optimizer when it is made."""
+    for group in w.optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+
+
+def _lower_rates(w: Wrapped) -> None:
+    for group in w.optimizer.param_groups:
+        group["lr"] *= RATE_FACTOR
+
+
 def _in_bare(run: Run, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """A bare, perturbed module's state after a strict load of `state`; empty if there is none."""
     if not state:
         return {}
     bare = run.bare_model(perturbed=True)
+    _untie(bare)
     bare.load_state_dict(dict(state), strict=True)
     return {key: to_cpu(value) for key, value in bare.state_dict().items()}
 
 
-def layout(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Key to global shape, dtype and device type of each entry of a model state."""
-    return {
-        key: {
-            "shape": list(value.size()),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "device": device_type(value),
-        }
-        for key, value in state.items()
-        if hasattr(value, "size")
-    }
-
-
-def device_type(value: Any) -> str | None:
-    """Device type of a tensor, a DTensor or a sharded tensor; ``None`` without a local shard."""
-    shards = getattr(value, "local_shards", None)
-    if shards is not None:
-        return ",".join(sorted({shard.tensor.device.type for shard in shards()})) or None
-    return torch.device(value.device).type
+def _untie(module: nn.Module) -> None:
+    """Give each name a parameter of its own: else of two entries the second hides the first."""
+    seen: set[int] = set()
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                owner._parameters[name] = nn.Parameter(parameter.detach().clone())
+            seen.add(id(parameter))

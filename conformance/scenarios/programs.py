@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from conformance.adapter import ignore
 from conformance.scenarios.checkpoint import checkpoint
 from conformance.scenarios.memory import memory
 from conformance.scenarios.run import Clip, Run
+from conformance.scenarios.sequence import SEQUENCE, sequence
 
 EVAL_BEFORE_STEP = 4
 CLIPS: tuple[Clip | None, ...] = (
@@ -114,6 +116,31 @@ def two_forwards(run: Run) -> None:
                 run.writer.write("parameters", run.adapter.full_parameters(w), step=step)
 
 
+def dropped_gradients(run: Run) -> None:
+    """A step, then gradients that are given up half way, then two steps.
+
+    One backward reduces, one under ``no_sync`` does not; the gradients of both are dropped, as a
+    training loop does after a loss that is not finite.
+    """
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+    with run.phase("step 0"):
+        run.train_step(w, 0)
+    with run.phase("drop"):
+        run.mark("drop")
+        w.observe = ignore  # the observer of the step before
+        run.adapter.backward(w, run.adapter.forward(w, run.batch(98, 0), run.model.loss))
+        with run.side_door():
+            run.writer.write("gradients_dropped", run.adapter.full_gradients(w))
+        with run.adapter.no_sync(w):
+            run.adapter.backward(w, run.adapter.forward(w, run.batch(98, 1), run.model.loss))
+        run.adapter.zero_grad(w)
+    for step in (1, 2):
+        with run.phase(f"step {step}"):
+            run.train_step(w, step)
+
+
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
@@ -135,6 +162,12 @@ SCENARIOS: Mapping[str, Scenario] = {
             why="two forwards before two backwards",
             needs=frozenset({"two_forwards", "gradients"}),
         ),
+        Scenario(
+            name="dropped_gradients",
+            program=dropped_gradients,
+            why="gradients that are dropped before a step",
+            needs=frozenset({"no_sync", "no_sync.dropped", "gradients"}),
+        ),
         Scenario(name="eval_first", program=eval_first, why="evaluation before any training"),
         Scenario(
             name="eval_in_step",
@@ -144,5 +177,6 @@ SCENARIOS: Mapping[str, Scenario] = {
             needs=frozenset({"gradients"}),
         ),
         Scenario(name="memory", program=memory, why="live bytes, in a pass of their own"),
+        Scenario(name=SEQUENCE, program=sequence, why="any order of all that, drawn at random"),
     )
 }

@@ -16,7 +16,7 @@ from fsdp.reshard.boxes import boxes_of
 from fsdp.reshard.optimizer import Saved, Values
 from fsdp.reshard.pieces import Piece
 from fsdp.reshard.side import Local, Side
-from fsdp.reshard.together import own_rank
+from fsdp.reshard.telling import own_rank
 
 MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups."
 

@@ -20,13 +20,14 @@ from fsdp.checkpoint.digests import (
 )
 from fsdp.checkpoint.directory import METADATA
 from fsdp.checkpoint.errors import CheckpointError
-from fsdp.checkpoint.request import Request
+from fsdp.checkpoint.reading import Reading
 from fsdp.checkpoint.safe_file import MODEL_FILE, OPTIMIZER_FILE, is_safe
 from fsdp.checkpoint.safe_read import SafeCatalog
 from fsdp.checkpoint.saving import Optimizers, share
+from fsdp.engine.agreement import together
 from fsdp.reshard.agreed import agreed_tensors
 from fsdp.reshard.side import Local
-from fsdp.reshard.together import Group, own_rank, ranks_of, together, told_by
+from fsdp.reshard.telling import Group, own_rank, ranks_of, told_by
 
 
 def load(
@@ -73,17 +74,17 @@ def load(
     local = together(lambda: Local(model, optimizers, ranks), group)
     agreed_tensors(together(lambda: local.told, group), ranks, group)
 
-    def look() -> Request:
+    def look() -> Reading:
         keys = (model_key, optimizer_key)
-        return Request(local, _catalog(where, digests, group, keys))
+        return Reading(local, _catalog(where, digests, group, keys))
 
-    request = together(look, group)
-    objects = request.catalog.read(request.wanted)
+    reading = together(look, group)
+    objects = reading.catalog.read(reading.wanted)
 
     def fit() -> Commit:
-        request.put_aside(objects)
+        reading.put_aside(objects)
         _check_seal(where, seal)
-        return Commit(local, request.staged)
+        return Commit(local, reading.staged)
 
     together(fit, group).run()
 

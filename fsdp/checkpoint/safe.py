@@ -15,13 +15,15 @@ from pathlib import Path
 import torch
 
 from fsdp.checkpoint.safe_file import MODEL_FILE, OPTIMIZER_FILE, Entry, SafeFile, plain
+from fsdp.engine.agreement import together
+from fsdp.engine.mesh import message_device
 from fsdp.reshard.dealt import Ranks, whole
 from fsdp.reshard.ends import Giving
 from fsdp.reshard.optimizer import Saved
 from fsdp.reshard.plan import Plan
 from fsdp.reshard.side import Local, Side
-from fsdp.reshard.together import Group, own_rank, ranks_of, together
-from fsdp.reshard.transport import LIMIT, Transport, message_device
+from fsdp.reshard.telling import Group, own_rank, ranks_of
+from fsdp.reshard.transport import LIMIT, Transport
 
 
 def write(where: Path, local: Local, side: Side, group: Group) -> None:

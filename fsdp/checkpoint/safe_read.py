@@ -14,7 +14,8 @@ from fsdp.checkpoint.boxed import Boxed
 from fsdp.checkpoint.contents import GROUPS, MODEL, STATE, Entries
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.safe_file import MODEL_FILE, NAMES, OBJECTS, OPTIMIZER_FILE, restored
-from fsdp.reshard.together import Group, together
+from fsdp.engine.agreement import together
+from fsdp.reshard.telling import Group
 
 
 class SafeCatalog:

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from fsdp.checkpoint import directory, safe, sharded
 from fsdp.checkpoint.contents import state_of
 from fsdp.checkpoint.digests import Digests, digest_files, files_of, write_digests
+from fsdp.engine.agreement import together
 from fsdp.reshard.agreed import agreed_side
 from fsdp.reshard.side import Local, Side
-from fsdp.reshard.together import Group, gathered, own_rank, ranks_of, together, told_by
+from fsdp.reshard.telling import Group, own_rank, ranks_of, told_by, told_by_all
 
 FORMATS = ("sharded", "safetensors")
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -142,7 +143,7 @@ def _seal(fresh: Path, target: Path, first: int, group: Group) -> None:
     names: list[str] = told_by(first, found, group)
     mine = together(lambda: digest_files(fresh, share(names, group)), group)
     digests: Digests = {}
-    for each in gathered(mine, group):
+    for each in told_by_all(mine, group):
         digests.update(each)
 
     def close() -> None:

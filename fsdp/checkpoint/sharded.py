@@ -23,7 +23,8 @@ from fsdp.checkpoint.boxed import BoxedLoadPlanner, SavePlanner
 from fsdp.checkpoint.contents import Entries
 from fsdp.checkpoint.directory import METADATA
 from fsdp.checkpoint.errors import CheckpointError
-from fsdp.reshard.together import Group
+from fsdp.engine.agreement import with_others
+from fsdp.reshard.telling import Group
 
 MARK = "fsdp_checkpoint"  # says that a digest file belongs to the checkpoint
 
@@ -182,6 +183,6 @@ def _one_kind_of_error(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        rank, (first, _) = next(iter(error.failures.items()))
-        text = f"{what}: on rank {rank} {type(first).__name__}: {first}"
-        raise CheckpointError(text) from error
+        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        text = f"{what}: on rank {rank}: {type(first).__name__}: {first}"
+        raise CheckpointError(with_others(text, len(error.failures) - 1)) from error

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from fsdp.plain_names import plain
+
 __all__ = [
     "LoadPlanner",
     "StateDictOptions",
@@ -38,7 +40,6 @@ __all__ = [
 ]
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def set_optimizer_state_dict(
@@ -61,13 +62,15 @@ def set_optimizer_state_dict(
     if options.flatten_optimizer_state_dict:
         optim_state_dict = _unflattened(model, chosen, optim_state_dict)
         options = dataclasses.replace(options, flatten_optimizer_state_dict=False)
-    named, with_state = _entries(optim_state_dict, broadcast=options.broadcast_from_rank0)
-    missing = sorted(names - named - with_state)
+    groups, with_state = _entries(optim_state_dict, broadcast=options.broadcast_from_rank0)
+    missing = sorted(names - groups.keys() - with_state)
     if missing and options.strict:
         raise RuntimeError(
             f"Missing optimizer state for parameter '{missing[0]}' in checkpoint, which names "
-            f"{len(named)} parameters. To load anyway, use StateDictOptions(strict=False)."
+            f"{len(groups)} parameters. To load anyway, use StateDictOptions(strict=False)."
         )
+    if options.full_state_dict:
+        _admit_options(model, chosen, groups)
     torch_helpers.set_optimizer_state_dict(
         model, chosen, optim_state_dict, options=dataclasses.replace(options, strict=False)
     )
@@ -146,7 +149,7 @@ def _trainable(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[torch.Tensor, str]]:
     """Return the trainable parameters of ``optimizer`` with their names in ``model``."""
-    names = {param: _clean(name) for name, param in model.named_parameters()}
+    names = {param: plain(name) for name, param in model.named_parameters()}
     return [
         (param, names[param])
         for group in optimizer.param_groups
@@ -155,27 +158,43 @@ def _trainable(
     ]
 
 
-def _clean(name: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+def _admit_options(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    groups: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give groups the options that only the saved ones have, such as a scheduler's first rate.
+
+    Of a full state torch takes none that the optimizer lacks: it raises, or leaves them out on
+    the ranks to which they are sent.
+    """
+    for optimizer in optimizers:
+        names = dict(_trainable(model, optimizer))
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                for key, value in groups.get(names.get(param, ""), {}).items():
+                    group.setdefault(key, value)
 
 
-def _entries(state: Any, *, broadcast: bool) -> tuple[set[str], set[str]]:
-    """Return which parameters the groups of ``state`` name, and which have an entry in it."""
-    named = {name for group in state.get("param_groups", ()) for name in group["params"]}
+def _entries(state: Any, *, broadcast: bool) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """Return the options of the group of each named parameter, and which have an entry."""
+    groups = {name: _options(g) for g in state.get("param_groups", ()) for name in g["params"]}
     with_state = {name for name, entry in state.get("state", {}).items() if entry}
     if broadcast:
-        box: list[Any] = [(named, with_state)]
+        box: list[Any] = [(groups, with_state)]
         dist.broadcast_object_list(box, src=0)
-        named, with_state = box[0]
-    return named, with_state
+        groups, with_state = box[0]
+    return groups, with_state
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _unflattened(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], flat: Mapping[str, Any]
 ) -> dict[str, Any]:
-    names = {param: _clean(name) for name, param in model.named_parameters()}
+    names = {param: plain(name) for name, param in model.named_parameters()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return nested(flat, [[names[param] for param in group["params"]] for group in groups])
 

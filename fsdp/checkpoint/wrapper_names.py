@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from fsdp.state_dict.names import clean
+from fsdp.plain_names import clean, plain
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_options import (
     FullOptimStateDictConfig,
@@ -17,13 +17,6 @@ from fsdp.wrapper_options import (
     ShardedStateDictConfig,
     StateDictType,
 )
-
-_COMPILED = "_orig_mod."
-
-
-def plain(name: str) -> str:
-    """Return the name of a parameter, or of a module, without any wrapper."""
-    return clean(f"{name}.").replace(_COMPILED, "").removesuffix(".")
 
 
 def as_registered(model: nn.Module) -> Callable[[str], str]:

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import states
-from fsdp.checkpoint.wrapper_names import as_registered, form, plain
-from fsdp.optim_state.exchange import settle
+from fsdp.checkpoint.wrapper_names import as_registered, form
+from fsdp.engine.agreement import agree
 from fsdp.optim_state.names import Names
+from fsdp.plain_names import plain
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_unit import units_of
 
@@ -70,7 +71,7 @@ def load_optimizer_state(
             parts = [_part(state, own, held, model, strict=options.strict) for own in held]
         except Exception as error:
             problem = error
-    settle(names, problem)
+    agree([], problem, names.groups, names.device)
     loaded = []
     for optimizer, part in zip(optimizers, parts, strict=True):
         with form(model, options):

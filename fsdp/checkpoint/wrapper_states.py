@@ -13,13 +13,20 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from fsdp.checkpoint.wrapper_names import as_registered, form, plain
+from fsdp.checkpoint.wrapper_names import as_registered, form
+from fsdp.engine.agreement import Topic, agree
 from fsdp.optim_state.names import Names
 from fsdp.optim_state.sources import FirstRank, route_of
+from fsdp.plain_names import plain
 from fsdp.state_dict.form import gathered
 from fsdp.wrapper_unit import units_of
 
 State = dict[str, Any]
+_ASKED = Topic(
+    what="request to load a model state",
+    parts="options",
+    remedy="Pass the same StateDictOptions on all ranks.",
+)
 
 
 def model_state(
@@ -44,7 +51,13 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], options: StateD
 
     *Collective*: over the ranks of the model. *Memory*: with ``broadcast_from_rank0`` the whole
     state in host memory of every rank.
+
+    Raises:
+        ValueError: ranks have other forms, or some have ``broadcast_from_rank0`` and others not.
     """
+    names = Names(model)
+    asked = [f"broadcast_from_rank0={options.broadcast_from_rank0}"]
+    agree(asked, None, names.groups, names.device, _ASKED)
     if options.broadcast_from_rank0:
         state = _from_first(model, state)
     rename = as_registered(model)

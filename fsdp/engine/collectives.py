@@ -1,8 +1,8 @@
-"""The two collectives of a group: shards to whole parameters, gradients to reduced shards.
+"""Gathers shards into whole parameters.
 
-A plan is made once from a layout and knows every size; a pass over it allocates, copies and
-launches. Nothing here knows modules, hooks or order. Legend: ``W`` ranks of the group, ``S``
-units of a shard (``layout.shard_numel``).
+A plan is made once from a layout and knows every size and every view; a pass over it allocates,
+copies and launches. Nothing here knows modules, hooks or order. Legend: ``W`` ranks of the group,
+``S`` units of a shard (``layout.shard_numel``).
 """
 
 from __future__ import annotations
@@ -14,43 +14,17 @@ import torch
 import torch.distributed as dist
 
 from fsdp.api import AllGather
+from fsdp.engine.buffer import Buffer
 from fsdp.engine.layout import Layout
-from fsdp.engine.param import FSDPParam
 from fsdp.engine.streams import Done, Streams
-from fsdp.engine.torch_private import all_gather, chunk_cat
+from fsdp.engine.torch_private import all_gather
 
-
-class WholeBuffer:
-    """The memory of a group's whole parameters: allocated for a pass, freed, allocated again.
-
-    Its tensor stays the same object, so that the autograd leaves over it, and what autograd has
-    saved of them, keep pointing at the right place; only the storage behind it comes and goes.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.empty(numel, dtype=dtype, device=device)  # (W * S,)
-        self._storage = self.data.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-
-    def allocate(self) -> None:
-        """Get memory on the current stream; its contents are undefined."""
-        if self._storage.nbytes() != self._nbytes:
-            self._storage.resize_(self._nbytes)
-
-    def free(self) -> None:
-        """Give the memory back to the stream that it was allocated on."""
-        self._storage.resize_(0)
-
-
-def param_view(
-    buffer: torch.Tensor, offset: int, param: FSDPParam, dtype: torch.dtype, rows: int | None = None
-) -> torch.Tensor:
-    """Return ``param`` (or ``rows`` rows of it) inside ``buffer``, which may be one of bytes."""
-    shape = param.shape if rows is None else param.local_shape(rows)
-    numel = shape.numel()
-    if buffer.dtype == dtype:
-        return buffer.narrow(0, offset, numel).view(shape)
-    return buffer.narrow(0, offset, numel * dtype.itemsize).view(dtype).view(shape)
+# Units up to which the host's time counts: copies take the operators that are called soonest.
+# Those of a larger group run for longer than any call, and take the operators that run fastest.
+LIGHT = 1 << 24
+# Runs that are copied out one by one. A launch of a foreach operator takes 64 and copies no table
+# to the device, as splitting does; with many ranks there are more runs than that saves.
+_MAX_RUNS = 128
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +35,12 @@ class Gathering:
     gathered: torch.Tensor  # (W * S,), or (S,) if W = 1
     done: Done | None
     sided: bool  # whether it ran on side streams, so that the next may overlap its copy-out
+    memory: Buffer | None = None  # behind ``gathered``, if it is the plan's and free afterwards
+
+    def release(self) -> None:
+        """Give the gathered shards back to their stream, which is behind all that reads them."""
+        if self.memory is not None:
+            self.memory.free()
 
 
 class GatherPlan:
@@ -81,7 +61,7 @@ class GatherPlan:
         layout: Layout,
         rank: int,
         group: dist.ProcessGroup | None,
-        buffer: WholeBuffer,
+        buffer: Buffer,
         *,
         blocks: Sequence[tuple[int | None, int]],
         in_place: bool,
@@ -90,7 +70,6 @@ class GatherPlan:
         self.group = group
         self.buffer = buffer
         self.in_place = in_place
-        self._own = rank * layout.shard_numel
         self._widths = [width for _, width in blocks]
         self._blocks = [
             torch.empty(layout.world, width, dtype=buffer.data.dtype, device=buffer.data.device)
@@ -98,7 +77,32 @@ class GatherPlan:
             else buffer.data.narrow(0, start, layout.world * width).view(layout.world, width)
             for start, width in blocks
         ]
-        self._restaged = _cuts_within(layout) if not in_place else []
+        self._restaged = cuts_within(layout) if not in_place else []
+        self._staging: Buffer | None = None  # (W * S,), what is gathered, to be copied out
+        if not in_place and group is not None:
+            self._staging = Buffer(layout.total_numel, buffer.data.dtype, buffer.data.device)
+        self._target = self._staging or buffer
+        self._own = self._target.data.narrow(0, rank * layout.shard_numel, layout.shard_numel)
+        self._runs = self._find_runs([start for start, _ in blocks])
+        if self._staging is not None:
+            self._staging.free()
+
+    def _find_runs(
+        self, starts: Sequence[int | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Return where each run of gathered units goes and where it lies; None: do not copy so."""
+        world = self.layout.world
+        light = self.layout.total_numel <= LIGHT and world * len(starts) <= _MAX_RUNS
+        if self._staging is None or self._restaged or not light:
+            return None
+        sources = self._staging.data.view(world, -1).split(self._widths, dim=1)
+        pairs = [
+            (block[rank], source[rank])
+            for start, block, source in zip(starts, self._blocks, sources, strict=True)
+            if start is not None and block.numel()
+            for rank in range(world)
+        ]
+        return [target for target, _ in pairs], [source for _, source in pairs]
 
     def start(
         self,
@@ -122,11 +126,10 @@ class GatherPlan:
         stream = streams.gather if sided else streams.current()
         late = async_op or streams.blocks_host
         with streams.on(stream):
-            gathered = self._allocate(comm)
+            gathered, own, memory = self._allocate(comm)
             if recast is not None:
                 shard = recast(shard)
             if shard.dtype != gathered.dtype or shard.device != gathered.device:
-                own = gathered.narrow(0, self._own, self.layout.shard_numel)
                 own.copy_(shard, non_blocking=True)
                 shard = own
             if comm is None:
@@ -136,18 +139,19 @@ class GatherPlan:
                     output_tensor=gathered, input_tensor=shard, group=self.group, async_op=late
                 )
             event = None if late else streams.record(stream)
-        return Gathering(self, gathered, Done(streams, work if late else None, event), sided=sided)
+        done = Done(streams, work if late else None, event)
+        return Gathering(self, gathered, done, sided=sided, memory=memory)
 
-    def _allocate(self, comm: AllGather | None) -> torch.Tensor:
-        if self.in_place:
-            self.buffer.allocate()
-            return self.buffer.data
-        target = self.buffer.data
-        if comm is not None:
-            return comm.allocate(
-                (self.layout.total_numel,), dtype=target.dtype, device=target.device
-            )
-        return torch.empty(self.layout.total_numel, dtype=target.dtype, device=target.device)
+    def _allocate(self, comm: AllGather | None) -> tuple[torch.Tensor, torch.Tensor, Buffer | None]:
+        """Return where to gather, (W * S,), this rank's part of it, (S,), and what to free then."""
+        target = self._target
+        if comm is None or self.in_place:
+            target.allocate()
+            return target.data, self._own, self._staging
+        numel, like = self.layout.total_numel, target.data
+        gathered = comm.allocate((numel,), dtype=like.dtype, device=like.device)
+        own = gathered.narrow(0, self._own.storage_offset(), self.layout.shard_numel)
+        return gathered, own, None
 
     def finish(self, gathering: Gathering) -> None:
         """Wait, and copy the gathered shards (W, S) into the whole parameters.
@@ -160,7 +164,12 @@ class GatherPlan:
             self.buffer.allocate()
             self.buffer.data.copy_(gathering.gathered, non_blocking=True)
             return
-        if not self.in_place:
+        if self.in_place:
+            return
+        if self._runs is not None and gathering.memory is not None:
+            self.buffer.allocate()
+            torch._foreach_copy_(*self._runs)
+        else:
             self.copy_out(gathering.gathered.view(self.layout.world, -1))
 
     def copy_out(self, gathered: torch.Tensor) -> None:
@@ -184,71 +193,10 @@ class GatherPlan:
             self._blocks[index].view(outer, world, rows_inner).copy_(ranks)
 
 
-def _cuts_within(layout: Layout) -> list[tuple[int, int, int, int]]:
+def cuts_within(layout: Layout) -> list[tuple[int, int, int, int]]:
     """Return (column, parameter, outer, step * inner) where the pieces of ranks interleave."""
     return [
         (index, column.param, cut.extent.outer, cut.step * cut.extent.inner)
         for index, column in enumerate(layout.columns)
         if column.param is not None and (cut := layout.cuts[column.param]).extent.outer > 1
     ]
-
-
-class ReducePlan:
-    """How the gradients of some parameters of a group become one reduced shard.
-
-    ``layout`` counts elements and holds exactly ``params``, in order.
-    """
-
-    def __init__(self, params: Sequence[FSDPParam], layout: Layout, rank: int) -> None:
-        self.params = tuple(params)
-        self.layout = layout
-        self._pieces = tuple(
-            (piece.offset, piece.numel, tuple(param.local_shape(piece.stop - piece.start)))
-            for param, piece in (
-                (param, layout.piece(index, rank)) for index, param in enumerate(params)
-            )
-        )
-        self._has_columns = layout.has_columns
-        self._order = layout.packing_order
-        self._within = {
-            param: (outer, rows_inner)
-            for _, param, outer, rows_inner in (
-                _cuts_within(layout) if layout.world > 1 and layout.has_columns else ()
-            )
-        }
-        # Where any element may be a border, the rows of a gradient say nothing.
-        self._runs = [index for index, param in enumerate(params) if param.dim is None]
-        self._plain = [param for param, _ in self._order] == list(range(len(params)))
-        self._gaps: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-
-    def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
-        """Lay whole ``gradients`` into ``packed`` (W * S,), cast; the rest becomes zero."""
-        world = self.layout.world
-        for index in self._runs:
-            gradients[index] = gradients[index].reshape(-1)
-        for index, (outer, rows_inner) in self._within.items():
-            ranks = gradients[index].reshape(outer, world, rows_inner).transpose(0, 1)
-            gradients[index] = ranks.reshape(world, outer * rows_inner)
-        ordered = gradients if self._plain else self._with_gaps(gradients)
-        if self._has_columns:
-            chunk_cat(ordered, world, packed.view(world, -1))
-        else:
-            runs = packed.split([run.numel() for run in ordered])
-            torch._foreach_copy_(list(runs), [run.reshape(-1) for run in ordered])
-
-    def _with_gaps(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        key = (gradients[0].dtype, gradients[0].device)
-        gaps = self._gaps.get(key)
-        if gaps is None:
-            gaps = [
-                torch.zeros(width, dtype=key[0], device=key[1])
-                for param, width in self._order
-                if param is None
-            ]
-            self._gaps[key] = gaps
-        spare = iter(gaps)
-        return [next(spare) if param is None else gradients[param] for param, _ in self._order]
-
-    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's part of every parameter as a view of ``shard`` (S,)."""
-        return [shard.narrow(0, start, n).view(shape) for start, n, shape in self._pieces]

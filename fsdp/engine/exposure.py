@@ -7,7 +7,7 @@ original names is known to the exposure alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from fsdp.engine.layout import Extent, Layout
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param import FSDPParam
 
+CutShard = Callable[[], Sequence[torch.Tensor]]
 P_contra = TypeVar("P_contra", bound=FSDPParam, contravariant=True)
 
 
@@ -58,18 +59,19 @@ class Exposure(Protocol[P_contra]):
     ) -> None:
         """Register ``pieces``, which remain after forward on the smaller mesh of ``info``."""
 
-    def plain_gradient(self, param: P_contra, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the memory of an unsharded gradient, reduced over what is not data parallel."""
+    def plain_gradients(
+        self, params: Sequence[P_contra], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the memory of unsharded gradients, reduced over what is not data parallel."""
 
     def accumulates(self, params: Sequence[P_contra]) -> bool:
         """Whether the next ``hand_over`` runs user code, or adds to a gradient that is there."""
 
-    def hand_over(
-        self, params: Sequence[P_contra], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
+    def hand_over(self, params: Sequence[P_contra], shard: torch.Tensor, cut: CutShard) -> None:
         """Set, or add to, the gradients that users see, then run the users' hooks.
 
-        ``shard`` (S,) is the reduced shard and ``pieces`` the parts of ``params`` in it.
+        ``shard`` (S,) is the reduced shard; ``cut()`` returns the parts of ``params`` in it, as
+        views, for faces that show them one by one.
         """
 
 

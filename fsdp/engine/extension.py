@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.api import MixedPrecisionPolicy
-from fsdp.engine.collectives import WholeBuffer
+from fsdp.engine.buffer import Buffer
 from fsdp.engine.exposure import AnyExposure
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param import FSDPParam
@@ -50,7 +50,7 @@ class _Extended:
     param: FSDPParam
     sent: tuple[torch.Tensor, ...] = ()
     metadata: Any = None
-    outputs: tuple[WholeBuffer, ...] = ()
+    outputs: tuple[Buffer, ...] = ()
     inner: tuple[torch.Tensor, ...] = ()
 
 
@@ -118,7 +118,7 @@ class ExtendedParams:
         for item in self._all:
             if not item.outputs:
                 item.outputs = tuple(
-                    WholeBuffer(self._info.shard_size * t.numel(), t.dtype, self._device)
+                    Buffer(self._info.shard_size * t.numel(), t.dtype, self._device)
                     for t in item.sent
                 )
             for tensor, output in zip(item.sent, item.outputs, strict=True):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp.engine.backward import pre_backward
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.lazy_init import lazy_init
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import TrainingState
@@ -44,7 +45,7 @@ def pre_forward(
     for group in state.groups:
         watch = group.training_state is not TrainingState.FORWARD
         group.enter(TrainingState.FORWARD)
-        with trace("pre_forward", group.module_fqn):
+        with trace("pre_forward", group.module_fqn), without_gradients():
             group.unshard(async_op=group.settings.unshard_async_op)
             group.wait_for_unshard()
         if watch and torch.is_grad_enabled():
@@ -98,7 +99,7 @@ def _cast_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kw
     dtype = state.mp_policy.param_dtype
     if dtype is None or not state.mp_policy.cast_forward_inputs:
         return args, kwargs
-    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
 
 
 def _watched(group: FSDPParamGroup, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

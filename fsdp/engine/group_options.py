@@ -61,9 +61,10 @@ class GroupOptions:
 
     @property
     def pin_memory(self) -> bool:
-        """Whether offloaded shards are page-locked, where there is an accelerator to gain by it."""
+        """Whether offloaded shards are page-locked, if what computes is not the host."""
         policy = self.offload_policy
-        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory
+        computes_elsewhere = self.device.type != "cpu"
+        return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and computes_elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)

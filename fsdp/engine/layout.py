@@ -62,18 +62,6 @@ class Fragment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
-    """A run of units that one rank's old shard hands to one rank's new shard."""
-
-    param: int
-    source_rank: int
-    source_offset: int
-    target_rank: int
-    target_offset: int
-    numel: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     """The units [offset, offset + width) of every rank's shard, held by one parameter or none."""
 
@@ -301,32 +289,3 @@ def end_to_end(extents: Sequence[Extent], world: int, *, align: int = 1) -> Layo
         for extent, start in zip(extents, starts, strict=True)
     )
     return Layout(world=world, shard_numel=shard_numel, cuts=cuts)
-
-
-def moves(source: Layout, target: Layout) -> Iterator[Move]:
-    """Yield the runs that turn shards laid out as ``source`` into shards laid out as ``target``.
-
-    Both must hold the same parameters; worlds, cuts and builders may differ. Ordered by
-    parameter, then by unit.
-    """
-    if [cut.extent.numel for cut in source.cuts] != [cut.extent.numel for cut in target.cuts]:
-        raise ValueError("the two layouts do not hold the same parameters")
-    for param in range(len(source.cuts)):
-        wanted = target.runs(param)
-        want = next(wanted, None)
-        for start, stop, rank, offset in source.runs(param):
-            at = start
-            while want is not None and at < stop:
-                want_start, want_stop, want_rank, want_offset = want
-                end = min(stop, want_stop)
-                yield Move(
-                    param=param,
-                    source_rank=rank,
-                    source_offset=offset + at - start,
-                    target_rank=want_rank,
-                    target_offset=want_offset + at - want_start,
-                    numel=end - at,
-                )
-                at = end
-                if at == want_stop:
-                    want = next(wanted, None)

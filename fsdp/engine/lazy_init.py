@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from fsdp.engine.agreement import agree
+from fsdp.engine.agreement import Topic, agree, without_names
 from fsdp.engine.optimizer_guard import tell_of_steps
 from fsdp.engine.param import FSDPParam
 from fsdp.engine.param_group import FSDPParamGroup
@@ -39,8 +38,8 @@ def lazy_init(root: FSDPState, check: Callable[[], None] | None = None) -> None:
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         problem = error
     try:
-        compared = str if root.wording.names_agree else _without_names
-        agree(_description(states), problem, root.mesh_info.groups, root.device, compared)
+        topic = Topic(compared=str if root.wording.names_agree else without_names)
+        agree(_description(states), problem, root.mesh_info.groups, root.device, topic)
     except BaseException:
         _disown(states)
         raise
@@ -140,7 +139,3 @@ def _description(states: list[FSDPState]) -> Iterator[str]:
                 f"'{param.fqn}' {tuple(param.shape)} {dtype} {grad} "
                 f"in group {number} '{group.module_fqn}'"
             )
-
-
-def _without_names(line: str) -> str:
-    return re.sub("'[^']*'", "", line)

@@ -99,6 +99,13 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where messages lie: on the host if the group knows nothing but the host."""
+    if not dist.is_initialized() or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return default_device()
+
+
 def default_mesh() -> DeviceMesh:
     """Return a 1-D mesh over the default group, which is started if it was not.
 

@@ -12,7 +12,7 @@ subclass. No communication, no order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -26,6 +26,8 @@ _next_uid = itertools.count()
 
 class ShardedState(Enum):
     """Which representation of a group's parameters is registered on the modules."""
+
+    __hash__ = object.__hash__  # for the reason that ``TrainingState`` has it
 
     SHARDED = auto()
     SHARDED_POST_FORWARD = auto()
@@ -107,13 +109,7 @@ class FSDPParam:
 
     def install(self, parameter: nn.Parameter | None) -> None:
         """Register ``parameter`` on every owner."""
-        for module, name, plain in self.slots:
-            if plain:
-                # The checks of nn.Module.__setattr__ cost more than the rest of the swap, and
-                # the name is registered as a parameter already.
-                module._parameters[name] = parameter
-            else:
-                setattr(module, name, parameter)
+        install_all((self,), (parameter,))
 
     def registered(self) -> nn.Parameter | None:
         """Return what the first owner has under this name now."""
@@ -128,6 +124,18 @@ class FSDPParam:
             self.compute_dtype = self.dtype
         else:
             self.compute_dtype = param_dtype
+
+
+def install_all(params: Iterable[FSDPParam], shown: Iterable[nn.Parameter | None]) -> None:
+    """Register ``shown``, one for each of ``params``, on every owner."""
+    for param, parameter in zip(params, shown, strict=True):
+        for module, name, plain in param.slots:
+            if plain:
+                # The checks of nn.Module.__setattr__ cost more than the rest of the swap, and
+                # the name is registered as a parameter already.
+                module._parameters[name] = parameter
+            else:
+                setattr(module, name, parameter)
 
 
 def uid_of(parameter: nn.Parameter) -> int:

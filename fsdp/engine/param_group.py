@@ -17,6 +17,7 @@ from torch import nn
 from fsdp.api import MixedPrecisionPolicy
 from fsdp.engine.collectives import Gathering
 from fsdp.engine.extension import ExtendedGathering
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.group_options import GroupOptions, GroupSettings, Kept
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param import SHARDED_STATE_CHANGES, FSDPParam, ShardedState
@@ -24,7 +25,7 @@ from fsdp.engine.readiness import check_ready
 from fsdp.engine.reducer import Reducer
 from fsdp.engine.schedule import FSDPCommContext
 from fsdp.engine.shard import Shard
-from fsdp.engine.state import TrainingState, check_change
+from fsdp.engine.state import TRAINING_STATE_CHANGES, TrainingState, check_change
 from fsdp.engine.trace import trace
 from fsdp.engine.watch import watch_inputs
 from fsdp.engine.whole import WholeParams
@@ -88,7 +89,8 @@ class FSDPParamGroup:
 
     def enter(self, state: TrainingState) -> None:
         """Change the training state; the table must allow it."""
-        check_change(self.module_fqn, self._training_state, state)
+        if (self._training_state, state) not in TRAINING_STATE_CHANGES:
+            check_change(self.module_fqn, self._training_state, state)
         self._training_state = state
 
     def _enter_sharded(self, state: ShardedState) -> None:
@@ -178,7 +180,7 @@ class FSDPParamGroup:
         comm = self.comm()
         if self._kept is not None:
             comm.streams.wait(comm.streams.gather, self._kept_event)
-        with torch.no_grad():
+        with without_gradients():
             self._gathering = whole.gather(
                 comm,
                 sided=not async_op and phase in _SIDED,
@@ -348,7 +350,7 @@ class FSDPParamGroup:
             comm.make_room()
         if not gradients:
             return
-        with torch.no_grad():
+        with without_gradients():
             reduction = self.reducer.launch(indices, gradients, comm.streams, self.module_fqn)
             comm.add_reduction(self.reducer, reduction)
         if alone:

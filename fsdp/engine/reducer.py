@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from fsdp.engine.collectives import ReducePlan
 from fsdp.engine.division import UNDIVIDED, Division, choose_division
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.group_options import GroupOptions, GroupSettings
 from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.packing import ReducePlan
 from fsdp.engine.param import FSDPParam
 from fsdp.engine.reduction import ReduceSettings, Reduction, uniform_dtype
 from fsdp.engine.shard import ALIGN
@@ -49,6 +50,7 @@ class Reducer:
         """Make the plans again when they are next needed: parameters have changed."""
         self._plans: dict[tuple[int, ...], ReducePlan] = {}
         self._divisions: dict[Any, Division] = {}
+        self._made: tuple[Any, ReduceSettings] | None = None
 
     def accumulate(self) -> None:
         """Keep the gradients whole, in the reduce dtype, for a later backward to reduce."""
@@ -81,7 +83,7 @@ class Reducer:
         gradients: list[torch.Tensor] = []
         self.recall()
         self.holds_back = False
-        plain = self._options.exposure.plain_gradient
+        params: list[FSDPParam] = []
         zeros = self._settings.reduce_scatter_unused_params
         for index, param in enumerate(self._params):
             whole = param.unsharded
@@ -100,7 +102,9 @@ class Reducer:
                     continue
                 gradient = torch.zeros_like(whole)
             indices.append(index)
-            gradients.append(plain(param, gradient))
+            params.append(param)
+            gradients.append(gradient)
+        gradients = self._options.exposure.plain_gradients(params, gradients)
         if self._options.whole_reductions and 0 < len(indices) < len(self._params):
             return self._completed(indices, gradients)
         return indices, gradients
@@ -142,7 +146,7 @@ class Reducer:
 
         *Collective* over the replicate group, if there is one and it is due.
         """
-        with torch.no_grad():
+        with without_gradients():
             reduction.complete(self._partial)
         self._partial = reduction.partial
         if self._options.offload and reduction.end is not None:
@@ -190,10 +194,25 @@ class Reducer:
         return division
 
     def _reduce_settings(self) -> ReduceSettings:
+        """Return what holds for a reduction launched now; made again only if that has changed."""
+        settings = self._settings
+        facts = (
+            settings.reduce_scatter_group,
+            settings.reduce_scatter_comm,
+            settings.own_reduction,
+            settings.all_reduce_hook,
+            settings.all_reduce_hook_stream,
+            settings.all_reduce_grads,
+            self.original_dtype,
+        )
+        if self._made is None or self._made[0] != facts:
+            self._made = facts, self._make_reduce_settings()
+        return self._made[1]
+
+    def _make_reduce_settings(self) -> ReduceSettings:
         info, settings = self._info, self._settings
         group = settings.reduce_scatter_group or info.shard_group
         own = settings.own_reduction
-        on_device = self._options.device.type != "cpu"
         return ReduceSettings(
             replicate_group=info.replicate_group if own is None else None,
             scatter_group=group if info.shard_size > 1 else None,
@@ -204,7 +223,7 @@ class Reducer:
             hook_stream=settings.all_reduce_hook_stream,
             all_reduce=settings.all_reduce_grads,
             offload=self._options.offload,
-            pin_memory=self._options.pin_memory and on_device,
+            pin_memory=self._options.pin_memory,
             exposure=self._options.exposure,
             original_dtype=self.original_dtype,
         )

@@ -5,6 +5,7 @@ Knows plain memory and streams; whose gradients they are and when is decided in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp.api import ReduceScatter
-from fsdp.engine.collectives import ReducePlan
 from fsdp.engine.division import Division
 from fsdp.engine.exposure import AnyExposure
 from fsdp.engine.group_options import OwnReduction
+from fsdp.engine.packing import Packed, ReducePlan
 from fsdp.engine.streams import Done, Streams
 from fsdp.engine.torch_private import reduce_scatter
 
@@ -68,17 +69,26 @@ class Reduction:
         self.end: tuple[Any, Any] | None = None  # (stream, event) after the hand-over
         self._lent: torch.Tensor | None = None
         self._earlier: torch.Tensor | None = None
-        layout, device = plan.layout, gradients[0].device
-        self._packed = settings.allocate(layout.total_numel, dtype, device)  # (W * S,)
-        plan.pack(gradients, self._packed)
+        memory = self._memory(dtype, gradients[0].device)
+        self._borrowed: Packed | None = memory
+        plan.pack(gradients, memory)
         gradients.clear()
+        self._packed = memory.data  # (W * S,)
         streams.wait_stream(streams.reduce, streams.current())
         late = streams.blocks_host
         with streams.on(streams.reduce):
             if division.before != 1:
                 self._packed.div_(division.before)
             self._output, work = self._scatter(late=late)
-            self.scattered = Done(streams, work, None if late else streams.record(streams.reduce))
+        self.scattered = Done(streams, work, None)  # with streams, ``complete`` knows the event
+
+    def _memory(self, dtype: torch.dtype, device: torch.device) -> Packed:
+        """Return where to pack: the plan's memory, unless others may keep or replace it."""
+        plan, settings = self.plan, self._settings
+        if settings.scatter_group is not None and settings.comm is None and settings.own is None:
+            return plan.borrow(dtype, device)
+        numel = plan.layout.total_numel
+        return Packed(settings.allocate(numel, dtype, device), plan.layout.world)
 
     def _reduce_as_told(self, own: OwnReduction) -> torch.Tensor:
         """Let the user's function reduce; it may put other memory behind what it is given."""
@@ -121,7 +131,10 @@ class Reduction:
         return self.end is not None and self.end[0] is not self._streams.reduce
 
     def drop_packed(self) -> None:
-        """Let go of the packed gradients; the reduce-scatter must be over."""
+        """Let go of the packed gradients; the reduce-scatter must be over. Idempotent."""
+        if self._borrowed is not None:
+            self.plan.give_back(self._borrowed)
+            self._borrowed = None
         self._packed = self._output
         self._lent = None
 
@@ -137,8 +150,8 @@ class Reduction:
         stream = streams.reduce
         output = self._output
         self._earlier = earlier  # as long as a stream may read it that did not allocate it
-        with streams.on(stream):
-            if earlier is not None:
+        if earlier is not None:
+            with streams.on(stream):
                 output += earlier
         group = settings.replicate_group
         if group is not None and not settings.all_reduce:
@@ -149,7 +162,11 @@ class Reduction:
             stream = streams.all_reduce
             if group is None and settings.hook_stream is not None:
                 stream = settings.hook_stream
-            streams.wait_stream(stream, streams.reduce)
+            scattered = streams.record(streams.reduce)
+            streams.wait(stream, scattered)
+            self.scattered = Done(streams, None, scattered)
+        elif settings.offload:
+            self.scattered = Done(streams, None, streams.record(stream))
         with streams.on(stream):
             if group is not None:
                 dist.all_reduce(output, op=self._division.all_reduce_op, group=group)
@@ -164,17 +181,22 @@ class Reduction:
         """Remember where the last work on the gradients ends, which was given to ``stream``."""
         event = self._streams.record(stream)
         self.end = (stream, event)
-        if self._output is self._packed and not self.outlives_scatter:
-            # Nothing was scattered, and so the packed gradients themselves were handed over: the
-            # stream that they belong to may have their memory back after that only.
+        handed_over = self._output is self._packed  # nothing was scattered
+        if not self.outlives_scatter and (handed_over or not self._settings.offload):
+            # What was handed over may go back to the stream that it belongs to only now. Else the
+            # packed gradients could go earlier, but are not asked for before the next reduction:
+            # a second event would only cost, unless a copy to the host lies between.
             self.scattered = Done(self._streams, None, event)
 
     def _hand_over(self, output: torch.Tensor) -> None:
         settings, params = self._settings, self.plan.params
-        shard = output.to(settings.original_dtype)
+        shard = output
+        if output.dtype != settings.original_dtype:
+            shard = torch.empty_like(output, dtype=settings.original_dtype)
+            shard.copy_(output)
         if settings.offload:
             shard = self._offloaded(shard)
-        settings.exposure.hand_over(params, shard, self.plan.pieces(shard))
+        settings.exposure.hand_over(params, shard, functools.partial(self.plan.pieces, shard))
 
     def _offloaded(self, shard: torch.Tensor) -> torch.Tensor:
         settings = self._settings

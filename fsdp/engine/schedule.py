@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp.engine.collectives import Gathering, WholeBuffer
+from fsdp.engine.buffer import Buffer
+from fsdp.engine.collectives import Gathering, GatherPlan
 from fsdp.engine.streams import Streams, make_streams
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class FSDPCommContext:
         self.post_forward_order: list[FSDPParamGroup] = []
         self.max_input_buffers = 1
         self._held: tuple[Gathering, Any] | None = None
-        self._retired: deque[tuple[WholeBuffer, Any]] = deque()
+        self._retired: deque[tuple[Buffer, Any]] = deque()
         self._reductions: deque[tuple[Reducer, Reduction]] = deque()
         self._ends: dict[Any, Any] = {}
         self._kept_outputs: list[Reduction] = []
@@ -49,9 +50,10 @@ class FSDPCommContext:
     def before_copy_out(self) -> None:
         """Let the buffer that the previous copy-out read be used again."""
         if self._held is not None:
-            _, event = self._held
+            gathering, event = self._held
             self._held = None
             self._after(event)
+            gathering.release()
 
     def after_copy_out(self, gathering: Gathering, *, overlap: bool) -> None:
         """Drop the gathered shards; with ``overlap``, only at the next copy-out.
@@ -65,8 +67,9 @@ class FSDPCommContext:
             self._held = (gathering, event)
         else:
             self._after(event)
+            gathering.release()
 
-    def free(self, buffer: WholeBuffer, *, gathered_in_place: bool) -> None:
+    def free(self, buffer: Buffer, *, gathered_in_place: bool) -> None:
         """Free whole parameters after the kernels given so far."""
         if self.streams.blocks_host or not gathered_in_place:
             # Without side streams, or if it belongs to the computing stream, order is enough.
@@ -76,10 +79,14 @@ class FSDPCommContext:
         while len(self._retired) >= _MAX_RETIRED:
             self._free_oldest()
 
-    def reclaim(self, buffer: WholeBuffer) -> None:
-        """Make sure that ``buffer``, about to be filled again, is not freed behind its back."""
+    def reclaim(self, plan: GatherPlan) -> None:
+        """Make sure that memory of ``plan`` is neither read nor freed while it is filled again."""
+        if self._held is not None and self._held[0].plan is plan:
+            self.before_copy_out()
+        if not self._retired:
+            return
         for retired, event in list(self._retired):
-            if retired is buffer:
+            if retired is plan.buffer:
                 self._retired.remove((retired, event))
                 self._after(event)
 
@@ -121,6 +128,7 @@ class FSDPCommContext:
         reducer, reduction = self._reductions.popleft()
         if self.streams.blocks_host:
             self._complete(reducer, reduction)
+            reduction.drop_packed()
             return
         # The packed gradients return to the computing stream that allocated them.
         reduction.scattered.wait()

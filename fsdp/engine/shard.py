@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.engine.collectives import param_view
+from fsdp.engine.buffer import param_view
 from fsdp.engine.extension import extends
 from fsdp.engine.group_options import GroupOptions
 from fsdp.engine.layout import Extent, Layout
@@ -73,12 +73,11 @@ class Shard:
         device = self._exposure.local((self.plain or self._params)[0]).device
         if self._options.offload and device.type != "meta":
             device = torch.device("cpu")
-        on_host = device.type == "cpu" and torch.accelerator.is_available()
         self.data = torch.zeros(
             self.layout.shard_numel,
             dtype=dtype,
             device=device,
-            pin_memory=self._options.pin_memory and on_host,
+            pin_memory=self._options.pin_memory and device.type == "cpu",
         )
 
     def pieces(self) -> list[torch.Tensor]:

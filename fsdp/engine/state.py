@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class TrainingState(Enum):
     """Where a unit, or a parameter group, is in an iteration."""
 
+    # Enum's own hash is a function in Python, and every change of state looks into a table.
+    __hash__ = object.__hash__
+
     IDLE = auto()
     FORWARD = auto()
     PRE_BACKWARD = auto()

@@ -1,8 +1,6 @@
 """The private names of torch that the engine stands on, each with its reason.
 
-One test asserts that every name still exists. Nothing else in the engine reaches into torch. The
-packages about states read a few names more, which that test does not cover: hooks of modules, the
-group of a ShardedTensor, planners of ``torch.distributed.checkpoint``.
+One test asserts that every name still exists, and lists the few that stand in other modules.
 """
 
 from __future__ import annotations
@@ -39,13 +37,17 @@ __all__ = [
     "gather_now",
     "graph_task",
     "group_allocate",
+    "group_of",
     "has_replicate",
+    "is_persistent",
+    "load_hooks",
     "local_tensor",
     "make_spec",
     "post_accumulate_hooks",
     "premul_sum",
     "queue_callback",
     "reduce_scatter",
+    "save_hooks",
     "set_local_tensor",
     "sharded_tensor_of",
     "spec_of",
@@ -64,6 +66,9 @@ def _gather_options(*, async_op: bool) -> AllgatherOptions:
 _GATHER = {flag: _gather_options(async_op=flag) for flag in (False, True)}
 
 
+_SCATTER: dict[tuple[Any, bool], ReduceScatterOptions] = {}
+
+
 def all_gather(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
 ) -> dist.Work | None:
@@ -71,7 +76,8 @@ def all_gather(
 
     Both torch 2.11 and 2.13 have this method; the public function changed its name between them.
     """
-    return cast("dist.Work | None", group._allgather_base(output, shard, _GATHER[async_op]))
+    work: dist.Work | None = group._allgather_base(output, shard, _GATHER[async_op])
+    return work
 
 
 def gather_now(own: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -97,10 +103,15 @@ def reduce_scatter(
     async_op: bool,
 ) -> dist.Work | None:
     """Reduce-scatter through the group itself, for the reason of ``all_gather``."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = async_op
-    return cast("dist.Work | None", group._reduce_scatter_base(output, packed, options))
+    options = _SCATTER.get((op, async_op)) if isinstance(op, dist.ReduceOp.RedOpType) else None
+    if options is None:
+        options = ReduceScatterOptions()
+        options.reduceOp = op
+        options.asyncOp = async_op
+        if isinstance(op, dist.ReduceOp.RedOpType):  # others have a factor, and are equal without
+            _SCATTER[op, async_op] = options
+    work: dist.Work | None = group._reduce_scatter_base(output, packed, options)
+    return work
 
 
 def premul_sum(factor: float) -> Any:
@@ -189,7 +200,8 @@ def sharded_tensor_of(
             layout=torch.strided,
             requires_grad=False,
             memory_format=torch.contiguous_format,
-            pin_memory=False,
+            # As the shard is: of an offloaded unit it lies on the host, and torch compares.
+            pin_memory=own is not None and own.is_pinned(),
         ),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -226,6 +238,27 @@ def group_allocate(
     if backend.supports_tensor_alloc(device):
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def group_of(value: ShardedTensor) -> dist.ProcessGroup:
+    """Return the ranks that hold a ShardedTensor; it has no public way to say which."""
+    return value._process_group
+
+
+def save_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks around the save of one module; there is no public way to see them."""
+    return [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+
+
+def load_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks before the load of one module, out of what torch wraps them in."""
+    found = module._load_state_dict_pre_hooks.values()
+    return [getattr(hook, "hook", hook) for hook in found]
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Whether the buffer ``name`` belongs to the state; modules tell only in state dicts."""
+    return name not in module._non_persistent_buffers_set
 
 
 def has_replicate(module: torch.nn.Module) -> bool:

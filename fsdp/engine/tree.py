@@ -82,6 +82,10 @@ def grad_tensors(tree: Any) -> list[torch.Tensor]:
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """Return ``tree`` with its floating-point tensors in ``dtype``."""
+    if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], torch.Tensor):
+        # By far the most frequent arguments, of which most need no cast.
+        (only,) = tree
+        return tree if only.dtype == dtype or not only.is_floating_point() else (only.to(dtype),)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype == dtype or not tensor.is_floating_point():

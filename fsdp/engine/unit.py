@@ -13,7 +13,14 @@ from fsdp.api import MixedPrecisionPolicy
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.schedule import FSDPCommContext
-from fsdp.engine.state import FSDPStateContext, Prefetches, TrainingState, Wording, check_change
+from fsdp.engine.state import (
+    TRAINING_STATE_CHANGES,
+    FSDPStateContext,
+    Prefetches,
+    TrainingState,
+    Wording,
+    check_change,
+)
 
 _STATE = "_fsdp_state"
 
@@ -77,9 +84,10 @@ class FSDPState:
 
     def enter(self, state: TrainingState) -> None:
         """Change the training state; the table must allow it."""
-        if state is not self.training_state:
-            check_change(self.name, self.training_state, state)
-            self.training_state = state
+        change = (self.training_state, state)
+        if state is not self.training_state and change not in TRAINING_STATE_CHANGES:
+            check_change(self.name, *change)  # a name costs more than the look into the table
+        self.training_state = state
 
     def comm(self) -> FSDPCommContext:
         """Return the communication context, made at first use or shared by the root."""

@@ -27,14 +27,15 @@ def watch_inputs(
 ) -> list[torch.Tensor]:
     """Return stand-ins for ``inputs``; ``callback`` runs when the gradients of all are complete.
 
-    One input, the common case, takes a view and a hook on its node: a third of the cost of an
-    autograd function, and in-place operations on it stay legal.
+    One input, the common case, takes an alias and a hook on its node: a third of the cost of an
+    autograd function, and in-place operations on it stay legal. The node hands gradients on as they
+    are, where that of any other view would make views of them.
     """
     if len(inputs) > 1:
         return list(_Watch.apply(callback, *inputs))  # type: ignore[no-untyped-call]
     (tensor,) = inputs
-    watched = tensor.view_as(tensor)
+    watched = tensor[...]
     node = watched.grad_fn
-    assert node is not None, "the view of a tensor that requires grad has a node"
+    assert node is not None, "an alias of a tensor that requires grad has a node"
     node.register_hook(lambda _gradients, _outputs: callback())
     return [watched]

@@ -11,8 +11,10 @@ from collections.abc import Callable
 import torch
 
 from fsdp.api import AllGather
-from fsdp.engine.collectives import Gathering, GatherPlan, WholeBuffer, param_view
+from fsdp.engine.buffer import Buffer, param_view
+from fsdp.engine.collectives import Gathering, GatherPlan
 from fsdp.engine.extension import ExtendedGathering, ExtendedParams
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.group_options import GroupOptions
 from fsdp.engine.layout import Layout
 from fsdp.engine.mesh import DataParallelMeshInfo
@@ -32,7 +34,7 @@ class WholeParams:
         dtypes = [param.compute_dtype for param in shard.plain]
         layout, unit = shard.lay_out(dtypes, info.shard_size)
         with torch.inference_mode(False), torch.no_grad():
-            self._buffer = WholeBuffer(layout.total_numel, unit, options.device)
+            self._buffer = Buffer(layout.total_numel, unit, options.device)
             self._make_leaves(layout)
             self._plan = self._plan_for(layout)
         # Its first memory may be that of a tensor which kernels given before have yet to write;
@@ -109,7 +111,7 @@ class WholeParams:
                 shard = recast(shard)
             self._sent = shard.to(device=self._device, dtype=self._buffer.data.dtype)
             return self._extended.start(self._sent, comm.streams, async_op=async_op)
-        comm.reclaim(self._buffer)
+        comm.reclaim(plan)
         return plan.start(
             shard, comm.streams, sided=sided, async_op=async_op, comm=custom, recast=recast
         )
@@ -122,7 +124,7 @@ class WholeParams:
         *Blocks* the current stream until the gather is over (the host, without streams).
         """
         if isinstance(gathering, Gathering):
-            with torch.no_grad():
+            with without_gradients():
                 gathering.plan.finish(gathering)
             comm.after_copy_out(gathering, overlap=forward and gathering.sided)
             return
@@ -141,8 +143,10 @@ class WholeParams:
         """
         if gathering.done is not None:
             gathering.done.wait()
-        if isinstance(gathering, Gathering) and gathering.plan.in_place and not in_use:
-            comm.free(self._buffer, gathered_in_place=True)
+        if isinstance(gathering, Gathering):
+            gathering.release()
+            if gathering.plan.in_place and not in_use:
+                comm.free(self._buffer, gathered_in_place=True)
 
     def free(self, comm: FSDPCommContext) -> None:
         """Free the whole parameters after the kernels given so far; leaves stay the same."""

@@ -60,7 +60,7 @@ class OptimizerStates(LegacyOptimizerStates):
             state = optim.state_dict() if optim_state_dict is None else optim_state_dict
             return Given(state=state, params=names.of_optimizer(optim, named=_has_names(state)))
 
-        return save(names, look, _request(names, group))
+        return save(names, look, functools.partial(_request, names, group))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -96,7 +96,8 @@ class OptimizerStates(LegacyOptimizerStates):
         """
         names = Names(model)
         look = functools.partial(Target.of, names, optim, named=is_named_optimizer)
-        found = load(names, optim_state_dict, look, _request(names, group))
+        ask = functools.partial(_request, names, group)
+        found = load(names, optim_state_dict, look, ask)
         if load_directly:
             groups = found.get("param_groups", optim.state_dict()["param_groups"])
             optim.load_state_dict({**found, "param_groups": groups})

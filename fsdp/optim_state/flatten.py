@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp.engine.layout import Fragment
-from fsdp.engine.torch_private import local_tensor
 from fsdp.flat_parameter import FlatParam
-from fsdp.optim_state.plan import same
+from fsdp.optim_state.judge import same, text_of
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _PosDimTensorInfo
+from fsdp.state_dict.form import form_told
 
 Fetch = Callable[[Any, FSDPParamInfo], torch.Tensor]
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype)
 _TENSORS = (torch.Tensor, _PosDimTensorInfo)
 
 
@@ -46,9 +44,10 @@ class Part:
         for state, values in self.tensors.items():
             for name, value in zip(names, values, strict=True):
                 if value is not None:
-                    yield f"{state} of '{name}' {tuple(value.shape)} {value.dtype}"
+                    form = form_told(value) if isinstance(value, torch.Tensor) else "whole tensor"
+                    yield f"{state} of '{name}' {tuple(value.shape)} {value.dtype} {form}"
         for state, value in self.others.items():
-            yield f"{state} of '{names[0]}' {_told(value)}"
+            yield f"{state} of '{names[0]}' {text_of(value)}"
 
 
 def examine(info: FSDPParamInfo, member: Member, state: Mapping[str, Any]) -> Part | None:
@@ -169,21 +168,6 @@ def _check_tensors(part: Part, state: str, values: Sequence[Any]) -> None:
                 f"{tuple(value.shape)} {tuple(shape)} for state {state} of "
                 f"'{part.info.names[index]}'"
             )
-
-
-def _told(value: Any) -> str:
-    """Return all of a plain ``value``, and nothing that the same one has otherwise elsewhere."""
-    if isinstance(value, torch.Tensor):
-        plain = local_tensor(value) if isinstance(value, DTensor) else value
-        return f"{plain.dtype} {'meta' if plain.is_meta else plain.tolist()}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} [{', '.join(map(_told, value))}]"
-    if isinstance(value, Mapping):
-        pairs = (f"{_told(key)}: {_told(each)}" for key, each in value.items())
-        return f"{type(value).__name__} {{{', '.join(pairs)}}}"
-    # The address of an object, or the number of a device, differs from rank to rank.
-    is_plain = value is None or type(value) in _PLAIN
-    return repr(value) if is_plain else type(value).__name__
 
 
 def _common(state: str, values: Sequence[Any], names: Sequence[str]) -> Any:

@@ -38,7 +38,8 @@ class LegacyOptimizerStates:
         _warn_input(optim_input)
         names = Names(model)
         look = functools.partial(_given, names, optim, optim_input)
-        return save(names, look, Request(rank0_only=rank0_only, group=group))
+        ask = functools.partial(Request, rank0_only=rank0_only, group=group)
+        return save(names, look, ask)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -51,7 +52,7 @@ class LegacyOptimizerStates:
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
         names = Names(model)
         look = functools.partial(_given, names, optim, None)
-        return save(names, look, Request(sharded=True, group=group))
+        return save(names, look, functools.partial(Request, sharded=True, group=group))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -68,7 +69,7 @@ class LegacyOptimizerStates:
         _warn_input(optim_input)
         names = Names(model)
         look = functools.partial(_target, names, optim, optim_input)
-        return load(names, full_optim_state_dict, look, Request())
+        return load(names, full_optim_state_dict, look, Request)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -81,7 +82,7 @@ class LegacyOptimizerStates:
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         names = Names(model)
         look = functools.partial(_target, names, optim, None)
-        return load(names, sharded_optim_state_dict, look, Request())
+        return load(names, sharded_optim_state_dict, look, Request)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -99,8 +100,8 @@ class LegacyOptimizerStates:
         _warn_input(optim_input)
         names = Names(model)
         look = functools.partial(_target, names, optim, optim_input)
-        how = Request(rank0_only=True, group=group)
-        return load(names, full_optim_state_dict or {}, look, how)
+        ask = functools.partial(Request, rank0_only=True, group=group)
+        return load(names, full_optim_state_dict or {}, look, ask)
 
     @staticmethod
     def rekey_optim_state_dict(

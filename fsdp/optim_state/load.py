@@ -11,13 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.optim_state.exchange import settle
+from fsdp.engine.agreement import Topic, agree
 from fsdp.optim_state.flatten import Part, cut, examine
 from fsdp.optim_state.names import Names, ParamKey
 from fsdp.optim_state.profiler import SimpleProfiler
 from fsdp.optim_state.rekey import keys_by_name, rekey_groups
-from fsdp.optim_state.request import Request
+from fsdp.optim_state.request import ASKED, Request
 from fsdp.optim_state.sources import EveryRank, FirstRank, route_of
+
+_GIVEN = Topic(
+    what="optimizer state to load",
+    parts="entries",
+    remedy="Pass the same state on all ranks, or set rank0_only to pass it on the first.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,7 @@ class _Work:
 
 @torch.no_grad()
 def load(
-    names: Names, given: Mapping[str, Any], look: Callable[[], Target], how: Request
+    names: Names, given: Mapping[str, Any], look: Callable[[], Target], ask: Callable[[], Request]
 ) -> dict[str, Any]:
     """Return what an optimizer can load of ``given``, a state under the names of the plain model.
 
@@ -68,19 +74,21 @@ def load(
         names: of the model.
         given: the state; it is not changed.
         look: gives the optimizer; what it raises, all ranks raise.
-        how: the form.
+        ask: gives the form; what it raises, all ranks raise.
 
-    *Collective*: one small all-gather over the groups of the units; for chunks one all-gather per
+    *Collective*: two small all-gathers over the groups of the units; for chunks one all-gather per
     parameter and state, and if the first rank alone has the state one broadcast of each. *Memory*:
     one whole state of one parameter beside the result. *Blocks* the host.
 
     Raises:
-        ValueError: no "state", or one that does not fit the model, or differs between ranks.
+        ValueError: no "state", or one that does not fit the model, or differs between ranks; or
+            they have asked for different things.
         RuntimeError: the entries of a flat parameter are empty.
         KeyError: a parameter group names what the optimizer does not hold.
     """
     SimpleProfiler.reset()
     with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
+        how = _asked(names, ask)
         source: EveryRank | FirstRank = EveryRank()
         if how.rank0_only:
             root = names.units[0]._state
@@ -91,6 +99,17 @@ def load(
         found = _loaded(names, given, look, source)
     SimpleProfiler.dump_and_reset("optim_state_dict_to_load() took, in seconds:")
     return found
+
+
+def _asked(names: Names, ask: Callable[[], Request]) -> Request:
+    """Return the form, once all ranks have asked for the same source."""
+    how, problem = Request(), None
+    try:
+        how = ask()
+    except Exception as error:
+        problem = error
+    agree([how.source], problem, names.groups, names.device, ASKED)
+    return how
 
 
 def _loaded(
@@ -106,7 +125,7 @@ def _loaded(
     except Exception as error:
         problem = error
     lines = [line for part in work.parts for line in part.lines()]
-    settle(names, problem, lines, "optimizer state to load")
+    agree(lines, problem, names.groups, names.device, _GIVEN)
     found: dict[Any, Any] = {}
     with SimpleProfiler.profile(SimpleProfiler.Type.RESHARDING):
         for part in work.parts:

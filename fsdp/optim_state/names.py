@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.flat_parameter import FlatParam, flat_params
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _OptimStateKey
 from fsdp.original_exposure import original_of
-from fsdp.state_dict.names import clean
+from fsdp.plain_names import clean, joined
 from fsdp.wrapper_options import STRATEGIES
 from fsdp.wrapper_unit import WrappedUnit, units_of
 
@@ -63,6 +64,17 @@ class Names:
             # In forward other objects are registered under the names of managed parameters.
             if param not in self.keys and plain not in owned:
                 self.keys[param] = _OptimStateKey((plain,), is_fsdp_managed=False)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of the units, through which all ranks of the model are reached."""
+        groups = (group for unit in self.units for group in unit._state.mesh_info.groups)
+        return list(dict.fromkeys(groups))
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages between ranks lie."""
+        return self.units[0]._state.device
 
     def key_of(self, param: nn.Parameter) -> _OptimStateKey:
         """Return what ranks call ``param``.
@@ -138,7 +150,7 @@ def params_of_input(model: nn.Module, optim_input: OptimInput) -> list[list[nn.P
 def _info(unit: WrappedUnit, paths: dict[nn.Module, str]) -> FSDPParamInfo | None:
     for group in unit._state.groups:
         params = flat_params(group.shard.plain)
-        names = [_name(paths[param.info.module], param.info.param_name) for param in params]
+        names = [clean(joined(paths[p.info.module], p.info.param_name)) for p in params]
         exposure = group.options.exposure
         return FSDPParamInfo(
             state=unit._state,
@@ -149,10 +161,6 @@ def _info(unit: WrappedUnit, paths: dict[nn.Module, str]) -> FSDPParamInfo | Non
             use_dtensor=unit._device_mesh is not None,
         )
     return None
-
-
-def _name(path: str, name: str) -> str:
-    return clean(f"{path}.{name}" if path else name)
 
 
 def _members(unit: WrappedUnit, params: list[FlatParam], names: list[str]) -> Iterator[Member]:

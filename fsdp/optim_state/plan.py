@@ -6,10 +6,8 @@ Pure functions of the layout and of what ranks have told. No collectives.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-
+from fsdp.optim_state.judge import ranks_differ
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, Opaque, StateInfo, _OptimStateKey
 
 Infos = Mapping[_OptimStateKey, StateInfo]
@@ -82,43 +80,19 @@ def state_names(plan: Mapping[Member, StateInfo]) -> list[str]:
 
 
 def _whole(info: FSDPParamInfo, member: Member, reports: Sequence[Infos]) -> StateInfo:
-    """Return what the ranks that hold elements of ``member`` have, each thing once.
+    """Return what the ranks that hold elements of ``member`` have, which is the same on all.
 
     What the others have is ignored: their steps did nothing.
     """
     name = member.key.unflat_param_names[0]
-    whole = StateInfo()
-    first: dict[str, int] = {}
     owners = info.owners(member) if info.is_sharded else [0]
     told = {rank: reports[rank].get(member.key, StateInfo()) for rank in owners}
-    for rank, heard in told.items():
-        for state, tensor in heard.tensors.items():
-            known = whole.tensors.setdefault(state, tensor)
-            if known.dtype != tensor.dtype:
-                raise AssertionError(
-                    f"rank {rank} has '{state}' of '{name}' in {tensor.dtype}, rank "
-                    f"{first[state]} in {known.dtype}; one state has one dtype on all ranks"
-                )
-            first.setdefault(state, rank)
-        for state, value in {**heard.scalar_tensors, **heard.non_tensors}.items():
-            kept: dict[str, Any] = (
-                whole.scalar_tensors if state in heard.scalar_tensors else whole.non_tensors
-            )
-            if not same(kept.setdefault(state, value), value):
-                raise AssertionError(
-                    f"Rank {rank} has different values for {state} of '{name}': {value}. Other "
-                    f"ranks: {kept[state]}"
-                )
-            first.setdefault(state, rank)
+    ranks = info.ranks
+    problem = ranks_differ(name, {ranks[rank]: heard.facts() for rank, heard in told.items()})
+    if problem is not None:
+        raise AssertionError(problem)
+    whole = told[owners[0]]
     _check_sendable(info, name, owners, whole)
-    for state, rank in first.items():
-        kind = _kind(told[rank], state)
-        lacking = [other for other, heard in told.items() if _kind(heard, state) != kind]
-        if lacking:
-            raise AssertionError(
-                f"ranks {lacking} hold elements of '{name}' but no {kind} '{state}' of it, which "
-                f"rank {rank} has. All ranks must take the same steps."
-            )
     return whole
 
 
@@ -134,16 +108,6 @@ def _check_sendable(
             )
 
 
-def _kind(heard: StateInfo, state: str) -> str:
-    if state in heard.tensors:
-        return "tensor"
-    return (
-        "scalar tensor"
-        if state in heard.scalar_tensors
-        else ("value" if state in heard.non_tensors else "")
-    )
-
-
 def _check_dtypes(info: FSDPParamInfo, found: Mapping[Member, StateInfo]) -> None:
     for state in state_names(found):
         dtypes = {
@@ -156,15 +120,3 @@ def _check_dtypes(info: FSDPParamInfo, found: Mapping[Member, StateInfo]) -> Non
                 f"'{state}' has the dtypes {sorted(map(str, dtypes))} within the unit of "
                 f"{list(info.names)}; it is gathered in one piece, and needs one dtype"
             )
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values of a state are equal; nan is nan, and what cannot be compared is not."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-    try:
-        return bool(one == other) or (one != one and other != other)
-    except Exception:
-        return False

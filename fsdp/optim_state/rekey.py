@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp.optim_state.names import Names, ParamKey
 from fsdp.optim_state.vocabulary import OptimStateKeyType
-from fsdp.state_dict.names import clean
+from fsdp.plain_names import clean
 
 
 def rekey_groups(

@@ -9,7 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fsdp.engine.agreement import Topic
 from fsdp.optim_state.names import Names, ParamKey
+
+ASKED = Topic(
+    what="request for an optimizer state",
+    parts="settings",
+    remedy="Set the same state_dict_type, with the same configs, on all ranks.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,19 @@ class Request:
         if self.group is not None:
             return dist.get_rank(self.group) == 0
         return names.units[0]._is_first_rank()
+
+    @property
+    def form(self) -> str:
+        """What a save makes: ranks exchange other things for another form."""
+        return "large tensors in chunks" if self.sharded else "whole tensors"
+
+    @property
+    def source(self) -> str:
+        """From where a load takes whole tensors: other ranks wait for one that asks otherwise."""
+        if not self.rank0_only:
+            return "a state on every rank (rank0_only=False)"
+        over = "the given group" if self.group is not None else "all ranks of the model"
+        return f"a state on the first rank alone (rank0_only=True), sent over {over}"
 
     def saves(self, names: Names) -> bool:
         """Whether this rank gets the result."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp.optim_state.exchange import Report, exchange, peers_of, settle
+from fsdp.engine.agreement import agree
 from fsdp.optim_state.gather import Finish, gather_unit
 from fsdp.optim_state.names import Names, ParamKey
 from fsdp.optim_state.plan import common_keys, plan_unit
 from fsdp.optim_state.profiler import SimpleProfiler
 from fsdp.optim_state.refusal import check_entry
-from fsdp.optim_state.request import Given, Request
+from fsdp.optim_state.reports import Report, peers_of, reports_of_all
+from fsdp.optim_state.request import ASKED, Given, Request
 from fsdp.optim_state.vocabulary import (
     Entry,
     FSDPParamInfo,
@@ -29,7 +30,7 @@ from fsdp.optim_state.vocabulary import (
 from fsdp.state_dict.form import chunked
 
 
-class Plan:
+class SavePlan:
     """What is to be saved, in which order: the same on all ranks.
 
     Attributes:
@@ -57,13 +58,13 @@ class Plan:
 
 
 @torch.no_grad()
-def save(names: Names, look: Callable[[], Given], how: Request) -> dict[str, Any]:
+def save(names: Names, look: Callable[[], Given], ask: Callable[[], Request]) -> dict[str, Any]:
     """Return the state dict of an optimizer under the names of the plain model.
 
     Args:
         names: of the model.
         look: gives what the optimizer has; what it raises, all ranks raise.
-        how: the form.
+        ask: gives the form; what it raises, all ranks raise.
 
     *Collective*: over the groups of the units; one exchange of small objects, then one all-gather
     per unit and state name. *Memory*: one whole state of one unit beside the result. *Blocks* the
@@ -74,37 +75,37 @@ def save(names: Names, look: Callable[[], Given], how: Request) -> dict[str, Any
         RuntimeError: states are missing.
         AssertionError: ranks differ in what they must have in common.
         KeyError: the optimizer holds a parameter that is not in the model.
+        ValueError: ranks ask for different forms.
     """
     SimpleProfiler.reset()
     with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
-        found = _saved(names, look, how)
+        found = _saved(names, look, ask)
     SimpleProfiler.dump_and_reset("optim_state_dict() took, in seconds:")
     return found
 
 
-def _saved(names: Names, look: Callable[[], Given], how: Request) -> dict[str, Any]:
-    given, entries = Given(), dict[_OptimStateKey, Entry]()
+def _saved(names: Names, look: Callable[[], Given], ask: Callable[[], Request]) -> dict[str, Any]:
+    how, given, entries = Request(), Given(), dict[_OptimStateKey, Entry]()
     plan, groups, problem = None, None, None
-    mine = Report(form=str(how.sharded))
+    mine = Report()
     try:
-        given = look()
+        how, given = ask(), look()
         entries = _entries(names, given)
         _check(names, entries)
         if "param_groups" in given.state:
             groups = [_named(names, g, given.params) for g in given.state["param_groups"]]
         managed = {key: info_of(entry) for key, entry in entries.items() if key.is_fsdp_managed}
-        mine = Report(form=str(how.sharded), keys=list(entries), infos=managed)
+        mine = Report(keys=list(entries), infos=managed)
     except Exception as error:
         problem, mine = error, Report(problem=True)
-    reports = exchange(names, mine)
+    reports = reports_of_all(names, mine)
     everyone = [report for told in reports.values() for report in told]
     if not any(report.problem for report in everyone):
         try:
-            _check_forms(everyone)
-            plan = Plan(names, reports)
+            plan = SavePlan(names, reports)
         except Exception as error:
             problem = error
-    settle(names, problem)
+    agree([how.form], problem, names.groups, names.device, ASKED)
     assert plan is not None, "some rank had a problem, and every rank has raised it"
     saves = how.saves(names)
     state = _state(names, plan, entries, _finish(how) if saves else None, how)
@@ -131,15 +132,6 @@ def _check(names: Names, entries: Mapping[_OptimStateKey, Entry]) -> None:
             check_entry(member, entry)
 
 
-def _check_forms(reports: Iterable[Report]) -> None:
-    forms = sorted({report.form for report in reports})
-    if len(forms) > 1:
-        raise ValueError(
-            "optim_state_dict() was called for full states on some ranks and for sharded ones on "
-            "others; set the same state_dict_type on all ranks"
-        )
-
-
 def _finish(how: Request) -> Finish:
     def chunk(value: torch.Tensor, info: FSDPParamInfo) -> torch.Tensor:
         if not info.is_sharded:
@@ -158,7 +150,7 @@ def _finish(how: Request) -> Finish:
 
 def _state(
     names: Names,
-    plan: Plan,
+    plan: SavePlan,
     entries: Mapping[_OptimStateKey, Entry],
     finish: Finish | None,
     how: Request,

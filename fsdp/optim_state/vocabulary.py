@@ -9,12 +9,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.unit import FSDPState
 from fsdp.flat_parameter import FlatParam, flat_params
+from fsdp.optim_state.judge import facts_of
 
 Entry = Mapping[str, Any]  # state name -> value, of one parameter
 
@@ -60,6 +62,11 @@ class StateInfo:
     tensors: dict[str, _PosDimTensorInfo] = field(default_factory=dict)
     scalar_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     non_tensors: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, str]:
+        """Return what all ranks that hold elements must have in common."""
+        dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        return facts_of(dtypes, self.scalar_tensors | self.non_tensors)
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.scalar_tensors or self.non_tensors)
@@ -141,6 +148,12 @@ class FSDPParamInfo:
     def is_sharded(self) -> bool:
         """Whether a rank lacks anything of it."""
         return self.mesh.shard_size > 1
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the shard group, as the default group counts."""
+        group = self.mesh.shard_group
+        return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
     def owners(self, member: Member) -> list[int]:
         """Return which ranks of the shard group hold elements; all, if ``member`` has none."""

@@ -1,7 +1,6 @@
 """What the ranks of one side agree on: compared first, so that none writes what another denies.
 
-Knows what ranks tell, not what they hold. Values are compared as what they are, never as bytes of a
-pickle, which differ for equal tensors.
+Knows what ranks tell, not what they hold; whether that is the same is the judge's business.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from typing import Any
 
 import torch
 
+from fsdp.engine.agreement import together
+from fsdp.optim_state.judge import Facts, facts_of, ranks_differ
 from fsdp.reshard.optimizer import Saved
 from fsdp.reshard.side import Side, Told
-from fsdp.reshard.together import Group, gathered, together, told_by
+from fsdp.reshard.telling import Group, told_by, told_by_all
 
-_Facts = dict[str, str]  # "state 'step' of 'weight'": what it is
+_Facts = dict[str, Facts]  # by name of the tensor, or of what has options
 
 
 def agreed_tensors(told: Side | None, ranks: Sequence[int], group: Group) -> Side:
@@ -32,9 +33,9 @@ def agreed_tensors(told: Side | None, ranks: Sequence[int], group: Group) -> Sid
     Raises:
         ValueError: they tell of other tensors; names the first.
     """
-    digests = gathered(told.digest() if told else None, group)
+    digests = told_by_all(told.digest() if told else None, group)
     if len({digest for digest in digests if digest is not None}) > 1:
-        every = [each for each in gathered(told.tensors if told else None, group) if each]
+        every = [each for each in told_by_all(told.tensors if told else None, group) if each]
         raise ValueError(_first_difference(ranks, every))
     tensors = told_by(ranks[0], told.tensors if told else None, group)
     return Side(tensors=tensors)
@@ -54,13 +55,13 @@ def agreed_side(told: Side | None, ranks: Sequence[int], group: Group) -> Side:
     """
     tensors = agreed_tensors(told, ranks, group).tensors
     mine = together(lambda: _packed(told), group)
-    digests = gathered(mine[:2] if mine is not None else None, group)
+    digests = told_by_all(mine[:2] if mine is not None else None, group)
     present = [digest for digest in digests if digest is not None]
     groups, states, objects = _unpacked(ranks[0], mine, group)
     if len(set(present)) > 1:
-        facts = gathered(_facts(told, without=told.idle) if told else None, group)
+        facts = told_by_all((_facts(told), told.idle) if told else None, group)
         _compare(ranks, [each for each in facts if each is not None])
-        every = gathered((mine[2], told.idle) if mine and told else None, group)
+        every = told_by_all((mine[2], told.idle) if mine and told else None, group)
         states = _merged([(pickle.loads(each[0]), each[1]) for each in every if each])
     return Side(tensors=tensors, states=states, groups=groups, objects=objects)
 
@@ -106,53 +107,33 @@ def _unpacked(
     return together(loaded, group)
 
 
-def _facts(told: Side, without: frozenset[str] = frozenset()) -> _Facts:
-    """Return what is compared between ranks: dtypes, scalar values and options."""
-    found: _Facts = {"whether optimizers were given": str(told.groups is not None)}
-    for name in told.states.keys() - without:
-        saved = told.states[name]
-        for key, dtype in saved.elements.items():
-            found[f"the dtype of the state '{key}' of '{name}'"] = str(dtype)
-        for key, value in saved.values.items():
-            found[f"the state '{key}' of '{name}'"] = _canonical(value)
-    for number, group in enumerate(told.groups or ()):
-        for key, value in group.items():
-            found[f"the option '{key}' of parameter group {number}"] = _canonical(value)
-    found["the number of parameter groups"] = str(len(told.groups or ()))
+def _facts(told: Side) -> _Facts:
+    """Return what is compared between ranks: dtypes and values of states, and options."""
+    groups = told.groups
+    number = "none" if groups is None else str(len(groups))
+    found: _Facts = {"the optimizers": {"parameter groups": number}}
+    for index, group in enumerate(groups or ()):
+        found[f"parameter group {index}"] = facts_of({}, group)
+    for name, saved in told.states.items():
+        found[name] = facts_of(saved.elements, saved.values)
     return found
 
 
-def _canonical(value: Any) -> str:
-    """Return a text that equal values share; of an object its kind alone."""
-    if isinstance(value, torch.Tensor):
-        return f"tensor({_canonical(value.detach().cpu().tolist())}, {value.dtype})"
-    if isinstance(value, float):
-        return repr(int(value)) if value.is_integer() else float.__repr__(value)
-    if isinstance(value, Mapping):
-        items = sorted((_canonical(k), _canonical(v)) for k, v in value.items())
-        return "{" + ", ".join(f"{k}: {v}" for k, v in items) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_canonical, value)) + "]"
-    if value is None or isinstance(value, (bool, int, complex, str, bytes, torch.dtype)):
-        return repr(value)
-    return f"an object of {type(value).__qualname__}"
-
-
-def _compare(ranks: Sequence[int], told: Sequence[_Facts]) -> None:
-    """Refuse a fact of which two ranks tell otherwise; one may know what another does not.
+def _compare(ranks: Sequence[int], told: Sequence[tuple[_Facts, frozenset[str]]]) -> None:
+    """Refuse what two ranks tell otherwise; of an idle tensor a rank has no say.
 
     Raises:
         ValueError: names the first, and both ranks.
     """
-    known: dict[str, tuple[int, str]] = {}
-    for rank, facts in zip(ranks, told, strict=True):
-        for what, value in facts.items():
-            first, wanted = known.setdefault(what, (rank, value))
-            if value != wanted:
-                raise ValueError(
-                    f"{what} is {wanted} on rank {first} and {value} on rank {rank}: the ranks "
-                    "have trained apart. Give all of them the same options and steps."
-                )
+    for name in dict.fromkeys(name for facts, _ in told for name in facts):
+        heard = {
+            rank: facts.get(name, {})
+            for rank, (facts, idle) in zip(ranks, told, strict=True)
+            if name not in idle
+        }
+        problem = ranks_differ(name, heard) if heard else None
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def _merged(told: Sequence[tuple[Mapping[str, Saved], frozenset[str]]]) -> dict[str, Saved]:

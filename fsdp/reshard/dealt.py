@@ -89,6 +89,10 @@ class Dealt:
         """The runs of ``cut``."""
         return Runs(self.cut)
 
+    def held(self, shard: int) -> int:
+        """Return how many elements a shard holds."""
+        return int(self.runs.held(self.ranks.shards)[shard])
+
 
 def whole(shape: Sequence[int], ranks: Ranks) -> Dealt:
     """Return that each of ``ranks`` holds all of a tensor."""

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp.engine.agreement import together
+from fsdp.engine.mesh import message_device
 from fsdp.reshard.agreed import agreed_side, agreed_tensors
 from fsdp.reshard.ends import Giving
 from fsdp.reshard.optimizer import Values
 from fsdp.reshard.plan import Plan
 from fsdp.reshard.side import Local, Side, put_extra_states
-from fsdp.reshard.together import gathered, ranks_of, together
-from fsdp.reshard.transport import LIMIT, Transport, message_device
+from fsdp.reshard.telling import ranks_of, told_by_all
+from fsdp.reshard.transport import LIMIT, Transport
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
@@ -61,7 +63,7 @@ def reshard(
         RuntimeError: a model is in forward or backward, or inside ``summon_full_params``; likewise.
         NotImplementedError: tensors or states that are no cut of one dim; likewise.
     """
-    present = gathered((source is not None, target is not None), group)
+    present = told_by_all((source is not None, target is not None), group)
     ranks = ranks_of(group)
     sources = [rank for rank, (here, _) in zip(ranks, present, strict=True) if here]
     targets = [rank for rank, (_, here) in zip(ranks, present, strict=True) if here]

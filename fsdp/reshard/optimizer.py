@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp.optim_state.judge import same
 from fsdp.reshard.pieces import Piece
 
 _NO_OPTIONS = frozenset({"params", "param_names"})
@@ -216,7 +217,7 @@ def _one_state(parts: Sequence[tuple[str, Saved]]) -> Saved:
     first_name, first = parts[0]
     for name, other in parts[1:]:
         for key in dict.fromkeys((*first.values, *other.values)):
-            if not _same(first.values.get(key), other.values.get(key)):
+            if not same(first.values.get(key), other.values.get(key)):
                 raise ValueError(
                     f"the state '{key}' of '{first_name}' is {first.values.get(key)}, that of "
                     f"'{name}' {other.values.get(key)}: both lie in one flat parameter, which has "
@@ -239,20 +240,12 @@ def _one_group(pieces: Sequence[Piece], options: Mapping[str, Values]) -> Values
             )
         if first is None:
             first = (name, options[name])
-        elif not _same(first[1], options[name]):
+        elif not same(first[1], options[name]):
             raise ValueError(
                 f"'{first[0]}' and '{name}' are in one parameter group here, and had other options "
                 f"before: {first[1]} and {options[name]}. Make the groups as they were."
             )
     return dict(first[1]) if first is not None else {}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu()))
-    return bool(one == other)
 
 
 def _plain(value: Any) -> Any:

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp.engine.extension import extends
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
-from fsdp.engine.torch_private import local_tensor, spec_of
+from fsdp.engine.torch_private import is_persistent, local_tensor, spec_of
 from fsdp.engine.unit import state_of
 from fsdp.flat_exposure import FlatExposure
 from fsdp.flat_parameter import FLAT_PARAM, FlatParam, order_in_memory
 from fsdp.full_params import check_idle
+from fsdp.plain_names import joined, named_plainly
 from fsdp.reshard.dealt import Dealt, Ranks, by_dim, whole
-from fsdp.reshard.names import joined, named_modules
 from fsdp.wrapper_unit import WrappedUnit
 
 Slot = tuple[nn.Module, str]
@@ -87,7 +87,7 @@ def pieces_of(root: nn.Module, ranks: Sequence[int]) -> list[Piece]:
         RuntimeError: a unit is in forward or backward, or opened; nothing was changed.
         NotImplementedError: a tensor that is sharded in another way than by one cut.
     """
-    modules = list(named_modules(root))
+    modules = list(named_plainly(root))
     _check_idle(modules)
     tables = _Tables()
     everywhere = tables.of([[rank] for rank in ranks])
@@ -141,7 +141,7 @@ def _tensors(module: nn.Module, flat: Mapping[Slot, Piece]) -> Iterator[tuple[st
     # Flat parameters leave plain attributes where their parts were; others are no state.
     parts = [(n, v) for n, v in module.__dict__.items() if (module, n) in flat]
     for name, tensor in (*parameters, *parts, *module._buffers.items()):
-        hidden = name == FLAT_PARAM or name in module._non_persistent_buffers_set
+        hidden = name == FLAT_PARAM or not is_persistent(module, name)
         if tensor is not None and not hidden:
             yield name, tensor
 

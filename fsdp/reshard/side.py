@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.engine.layout import Cut
+from fsdp.plain_names import joined, named_plainly
 from fsdp.reshard.dealt import Dealt, Ranks
-from fsdp.reshard.names import joined, named_modules
 from fsdp.reshard.optimizer import OptimizerView, Saved
 from fsdp.reshard.pieces import Piece, pieces_of
 
@@ -146,14 +146,14 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     """Return what modules keep beside tensors, by the key of a state dict."""
     return {
         joined(path, "_extra_state"): module.get_extra_state()
-        for path, module in named_modules(model)
+        for path, module in named_plainly(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
 
 def put_extra_states(model: nn.Module, objects: Mapping[str, Any]) -> None:
     """Give modules what ``extra_states`` has found."""
-    for path, module in named_modules(model):
+    for path, module in named_plainly(model):
         key = joined(path, "_extra_state")
         if key in objects:
             module.set_extra_state(objects[key])

@@ -1,44 +1,50 @@
 """From the shards of a flat parameter to chunks of its original parameters, and back.
 
-Every rank sends exactly the elements that others need, in one exchange per group: no rank ever has
-a whole parameter. Knows one group and its layout; knows no names and no state dicts.
+Every rank sends exactly the elements that others need: no rank ever has a whole parameter. Knows
+one group and its layout, and says what is to move; how it moves is the transport's business. Knows
+no names and no state dicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fsdp.engine.layout import Extent, Layout, moves, side_by_side
-from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.layout import Extent, Layout, side_by_side
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.flat_parameter import FlatParam, flat_params
+from fsdp.reshard.dealt import Dealt, Ranks
+from fsdp.reshard.plan import Plan
+from fsdp.reshard.transport import Transport
+
+Way = tuple[bool, tuple[int, ...]]  # whether from shards into chunks, and of which parameters
+# What moves is the same every time, and computing it costs more than sending little.
+_transports: WeakKeyDictionary[FSDPParamGroup, tuple[Layout, dict[Way, Transport]]]
+_transports = WeakKeyDictionary()
 
 
 @torch.no_grad()
 def chunks_of(group: FSDPParamGroup) -> list[torch.Tensor]:
     """Return this rank's chunk (rows, ...) of every parameter of ``group``, on its device.
 
-    *Collective* over the shard group: one all-to-all. *Memory*: the result, and as much again
-    twice until it returns. *Blocks* the current stream (the host, without streams).
+    *Collective* over the shard group: one all-to-all per round of bounded size. *Memory*: the
+    result, and as much again twice, or two rounds if that is less, until it returns. *Blocks* the
+    current stream until each round is over (the host, without streams).
     """
-    params = flat_params(group.shard.plain)
-    shard, info = group.shard, group.mesh_info
-    chunks = _chunk_layout(params, info.shard_size)
-    sources = _pieces(shard.layout, shard.data, info.shard_rank)
-    held = [chunks.piece(index, info.shard_rank) for index in range(len(params))]
+    params, indices = flat_params(group.shard.plain), range(len(group.shard.plain))
+    _, chunks = _dealt(group, params, indices)
+    device, rank = group.options.device, group.mesh_info.shard_rank
     targets = [
-        torch.empty(piece.numel, dtype=param.dtype, device=group.options.device)
-        for param, piece in zip(params, held, strict=True)
+        torch.empty(chunk.held(rank), dtype=param.dtype, device=device)
+        for param, chunk in zip(params, chunks.values(), strict=True)
     ]
-    _deal(sources, shard.layout, targets, chunks, info, group.options.device)
-    return [
-        _logical(param, run, piece.stop - piece.start).contiguous()
-        for param, run, piece in zip(params, targets, held, strict=True)
-    ]
+    sources = [_piece(group, index) for index in indices]
+    _transport(group, params, (True, tuple(indices))).run(_Lists(sources, targets))
+    return [_logical(param, run).contiguous() for param, run in zip(params, targets, strict=True)]
 
 
 @torch.no_grad()
@@ -49,39 +55,65 @@ def fill_from_chunks(group: FSDPParamGroup, chunks: Mapping[int, torch.Tensor]) 
         group: whose shards.
         chunks: index of a parameter -> this rank's rows of it. The same indices on all ranks.
 
-    *Collective* over the shard group: one all-to-all. *Memory*: twice the chunks.
+    *Collective* over the shard group: as ``chunks_of``. *Memory*: twice the chunks, or two rounds
+    if that is less.
     """
-    if not chunks:
-        return
-    shard, info = group.shard, group.mesh_info
-    params = flat_params(group.shard.plain)
-    indices = sorted(chunks)
-    target = replace(shard.layout, cuts=tuple(shard.layout.cuts[index] for index in indices))
-    source = _chunk_layout([params[index] for index in indices], info.shard_size)
-    own = [_in_memory_order(params[index], chunks[index]).reshape(-1) for index in indices]
-    own = [run.to(params[i].dtype) for i, run in zip(indices, own, strict=True)]
-    pieces = _pieces(target, shard.data, info.shard_rank)
-    _deal(own, source, pieces, target, info, group.options.device)
+    params, indices = flat_params(group.shard.plain), sorted(chunks)
+    own = [_in_memory_order(params[i], chunks[i]).reshape(-1).to(params[i].dtype) for i in indices]
+    pieces = [_piece(group, index) for index in indices]
+    _transport(group, params, (False, tuple(indices))).run(_Lists(own, pieces))
 
 
-def _pieces(layout: Layout, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    pieces = [layout.piece(index, rank) for index in range(len(layout.cuts))]
-    return [shard.narrow(0, piece.offset, piece.numel) for piece in pieces]
+def _transport(group: FSDPParamGroup, params: Sequence[FlatParam], way: Way) -> Transport:
+    layout, known = _transports.get(group, (None, {}))
+    if layout is not group.shard.layout:
+        known = {}
+        _transports[group] = group.shard.layout, known
+    if way not in known:
+        from_shards, indices = way
+        shards, chunks = _dealt(group, params, indices)
+        plan = Plan(shards, chunks) if from_shards else Plan(chunks, shards)
+        known[way] = Transport(plan, group.mesh_info.shard_group, group.options.device)
+    return known[way]
 
 
-def _chunk_layout(params: Sequence[FlatParam], world: int) -> Layout:
-    """Return who holds which chunk; its units are enumerated as the flat parameter does."""
-    extents = []
-    for param in params:
+def _piece(group: FSDPParamGroup, index: int) -> torch.Tensor:
+    """Return what this rank's shard holds of a parameter, as a view (n,)."""
+    piece = group.shard.layout.piece(index, group.mesh_info.shard_rank)
+    return group.shard.data.narrow(0, piece.offset, piece.numel)
+
+
+def _dealt(
+    group: FSDPParamGroup, params: Sequence[FlatParam], indices: Sequence[int]
+) -> tuple[dict[str, Dealt], dict[str, Dealt]]:
+    """Return who holds what of each parameter: in the shards, and in chunks of rows.
+
+    Both enumerate the elements as the flat parameter does.
+    """
+    info = group.mesh_info
+    members = [dist.get_rank()]
+    if info.shard_group is not None:
+        members = dist.get_process_group_ranks(info.shard_group)
+    ranks = Ranks([members])
+    shards: dict[str, Dealt] = {}
+    chunks: dict[str, Dealt] = {}
+    for index in indices:
+        param = params[index]
         order = param.order or tuple(range(len(param.shape)))
-        in_memory = [param.shape[dim] for dim in order]
-        extents.append(Extent.of(in_memory, order.index(0)))
-    return side_by_side(extents, world)
+        extent = Extent.of([param.shape[dim] for dim in order], order.index(0))
+        (rows,) = side_by_side([extent], len(members)).cuts
+        for dealt, cut in ((shards, group.shard.layout.cuts[index]), (chunks, rows)):
+            dealt[str(index)] = Dealt(
+                shape=tuple(param.shape), cut=replace(cut, base=0), ranks=ranks, order=param.order
+            )
+    return shards, chunks
 
 
-def _logical(param: FlatParam, run: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the elements ``run`` of ``rows`` rows of ``param`` in its shape, as a view."""
+def _logical(param: FlatParam, run: torch.Tensor) -> torch.Tensor:
+    """Return the elements ``run`` of some rows of ``param`` in its shape, as a view."""
     order = param.order or tuple(range(len(param.shape)))
+    row = param.shape[1:].numel()
+    rows = run.numel() // row if row else 0
     in_memory = [rows if dim == 0 else param.shape[dim] for dim in order]
     back = [order.index(dim) for dim in range(len(order))]
     return run.view(in_memory).permute(back)
@@ -91,59 +123,23 @@ def _in_memory_order(param: FlatParam, chunk: torch.Tensor) -> torch.Tensor:
     return chunk if param.order is None else chunk.permute(param.order)
 
 
-def _deal(
-    sources: Sequence[torch.Tensor],
-    source: Layout,
-    targets: Sequence[torch.Tensor],
-    target: Layout,
-    info: DataParallelMeshInfo,
-    device: torch.device,
-) -> None:
-    """Copy every unit from where ``source`` has it to where ``target`` wants it.
+class _Lists:
+    """The ends of the transport: what this rank holds of each tensor, before and afterwards."""
 
-    ``sources`` and ``targets`` are what this rank holds of each parameter, (n,).
-    """
-    rank = info.shard_rank
-    sent: list[list[torch.Tensor]] = [[] for _ in range(info.shard_size)]
-    received: list[list[torch.Tensor]] = [[] for _ in range(info.shard_size)]
-    for move in moves(source, target):
-        # Both sides see the moves between two ranks in the same order.
-        if move.source_rank == rank:
-            start = move.source_offset - source.piece(move.param, rank).offset
-            run = sources[move.param].narrow(0, start, move.numel)
-            sent[move.target_rank].append(run)
-        if move.target_rank == rank:
-            start = move.target_offset - target.piece(move.param, rank).offset
-            run = targets[move.param].narrow(0, start, move.numel)
-            received[move.source_rank].append(run)
-    arrived = _all_to_all(sent, received, info.shard_group, device)
-    runs = [run for each in received for run in each]
-    for run, part in zip(runs, arrived.split([run.numel() for run in runs]), strict=True):
-        run.copy_(part)
+    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._sources, self._targets = sources, targets
 
+    def riders(self, number: int) -> Sequence[torch.dtype]:
+        """Return the dtype of a tensor, with which nothing else travels."""
+        return (self._sources[number].dtype,)
 
-def _all_to_all(
-    sent: Sequence[Sequence[torch.Tensor]],
-    received: Sequence[Sequence[torch.Tensor]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> torch.Tensor:
-    """Send runs to each rank and return what all have sent here, (sum of received,)."""
-    runs = [run for each in (*sent, *received) for run in each]
-    dtype = runs[0].dtype if runs else torch.uint8
-    out = torch.cat([torch.empty(0, dtype=dtype, device=device), *_on(sent, device)])
-    if group is None or group.size() == 1:
-        return out
-    counts = [[sum(run.numel() for run in each) for each in side] for side in (sent, received)]
-    arrived = torch.empty(sum(counts[1]), dtype=dtype, device=device)
-    # As bytes: not every backend exchanges every dtype.
-    to_ranks, from_ranks = ([n * dtype.itemsize for n in side] for side in counts)
-    dist.all_to_all_single(
-        arrived.view(torch.uint8), out.view(torch.uint8), from_ranks, to_ranks, group=group
-    )
-    return arrived
+    def read(self, number: int) -> Sequence[torch.Tensor]:
+        """Return what is here of it now."""
+        return (self._sources[number],)
 
+    def open(self, number: int) -> Sequence[torch.Tensor]:
+        """Return the memory for what will be here."""
+        return (self._targets[number],)
 
-def _on(sent: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
-    # Blocking: on the host a run could be sent before it has arrived.
-    return [run.to(device) for each in sent for run in each]
+    def close(self, number: int, filled: Sequence[torch.Tensor]) -> None:
+        """Do nothing: it was filled in place."""

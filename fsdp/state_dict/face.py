@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from fsdp.plain_names import PREFIX, clean
 from fsdp.state_dict import full, local, sharded
 from fsdp.state_dict.load_check import check_load
-from fsdp.state_dict.names import clean, clean_all, replace_by_prefix
+from fsdp.state_dict.names import clean_all, replace_by_prefix
 from fsdp.state_dict.save_check import check_save
 from fsdp.state_dict.settings import checked_settings, form_of
 from fsdp.state_dict.unit_form import UnitForm
@@ -28,7 +29,7 @@ from fsdp.wrapper_options import (
     StateDictType,
 )
 from fsdp.wrapper_start import is_root
-from fsdp.wrapper_unit import PREFIX, WrappedUnit, units_of
+from fsdp.wrapper_unit import WrappedUnit, units_of
 
 _FORMS: dict[StateDictType, UnitForm] = {
     StateDictType.FULL_STATE_DICT: full,
@@ -66,10 +67,11 @@ class States(WrappedUnit):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the parameters in the form that is set, and the buffers, under plain names.
 
-        *Collective* over the shard groups, but for the local form; ranks first agree on what they
-        exchange, which blocks the host; starts the tree as the first forward does. *Memory*: the
-        result, and in the full form the whole parameters of the units from this one down to
-        the one being saved, in the sharded form three times the chunks of one unit.
+        *Collective* over the shard groups: ranks first agree on what they are asked for, which
+        blocks the host and is all that the local form exchanges; starts the tree as the first
+        forward does. *Memory*: the result, and in the full form the whole parameters of the units
+        from this one down to the one being saved, in the sharded form three times the chunks of
+        one unit.
 
         Raises:
             AssertionError: in forward or backward, or with another form than the full one inside a
@@ -193,8 +195,7 @@ def _after_save(unit: States, found: dict[str, Any], prefix: str, _: Any) -> Non
 def _name_plainly(metadata: dict[str, Any], prefix: str) -> None:
     """Let plain modules find the versions of theirs as well."""
     for name in [name for name in metadata if name.startswith(prefix)]:
-        plain = clean(f"{name}.").removesuffix(".")
-        metadata.setdefault(plain, metadata[name])
+        metadata.setdefault(clean(name), metadata[name])
 
 
 def _before_load(unit: States, found: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -20,6 +20,7 @@ from fsdp.engine.torch_private import (
     ShardMetadata,
     dtensor_of,
     gather_now,
+    group_of,
     local_tensor,
     make_spec,
     sharded_tensor_of,
@@ -101,6 +102,15 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
+def form_told(value: torch.Tensor) -> str:
+    """Return what all ranks that hold a value must have in common, or gathering it would hang."""
+    if isinstance(value, DTensor):
+        return f"DTensor {list(value.placements)} on a mesh of {tuple(value.device_mesh.shape)}"
+    if isinstance(value, ShardedTensor):
+        return f"ShardedTensor of {len(value.metadata().shards_metadata)} shards"
+    return "meta tensor" if value.is_meta else "whole tensor"
+
+
 def is_chunk(value: torch.Tensor, info: DataParallelMeshInfo) -> bool:
     """Whether ``value`` is cut as ``chunked`` does, so that nobody has to gather it."""
     if isinstance(value, ShardedTensor):
@@ -143,7 +153,7 @@ def gathered(
         ValueError: parts of the value are held by ranks outside of the group.
     """
     if isinstance(value, ShardedTensor):
-        return _gathered_shards(value, device, value._process_group if group is None else group)
+        return _gathered_shards(value, device, group_of(value) if group is None else group)
     if not isinstance(value, DTensor):
         return value
     local = local_tensor(value).detach()

@@ -47,7 +47,7 @@ def _finish(
     unit: WrappedUnit, config: FullStateDictConfig, found: MutableMapping[str, Any], prefix: str
 ) -> None:
     names = [f"{prefix}{name}" for each in param_names(unit) for name in each]
-    if config.rank0_only and not unit._is_first_rank():
+    if config.rank0_only and not unit._is_first_of_shards():
         for key in (*names, *(prefix + name for name, _ in named_buffers(unit))):
             found.pop(key, None)
         return

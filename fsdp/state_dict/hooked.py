@@ -5,11 +5,12 @@ Hooks and methods that torch's own modules have only rename, or see to buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from fsdp.engine.torch_private import load_hooks, save_hooks
 from fsdp.wrapper_owned import owned_modules
 from fsdp.wrapper_unit import WrappedUnit
 
@@ -17,8 +18,7 @@ from fsdp.wrapper_unit import WrappedUnit
 def changes_saves(unit: WrappedUnit) -> bool:
     """Whether a module of ``unit`` has a hook, or a method, of its own for saving."""
     return any(
-        _others(module._state_dict_hooks)
-        or _others(module._state_dict_pre_hooks)
+        _others(save_hooks(module))
         or _own_method(module, "_save_to_state_dict")
         or _own_method(module, "state_dict")
         for module in _modules(unit)
@@ -28,7 +28,7 @@ def changes_saves(unit: WrappedUnit) -> bool:
 def changes_loads(unit: WrappedUnit) -> bool:
     """Whether a module of ``unit`` has a hook, or a method, of its own for loading."""
     return any(
-        _others(module._load_state_dict_pre_hooks) or _own_method(module, "_load_from_state_dict")
+        _others(load_hooks(module)) or _own_method(module, "_load_from_state_dict")
         for module in (unit, *_modules(unit))
     )
 
@@ -37,8 +37,8 @@ def _modules(unit: WrappedUnit) -> list[nn.Module]:
     return owned_modules(unit._fsdp_wrapped_module, unit._ignored_modules)
 
 
-def _others(hooks: Mapping[int, Any]) -> bool:
-    return any(not _is_known(getattr(hook, "hook", hook)) for hook in hooks.values())
+def _others(hooks: Iterable[Any]) -> bool:
+    return any(not _is_known(hook) for hook in hooks)
 
 
 def _own_method(module: nn.Module, name: str) -> bool:

@@ -6,20 +6,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from fsdp.engine.agreement import agree
+from fsdp.engine.agreement import Topic, agree, without_names
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import ShardedTensor
 from fsdp.flat_parameter import FLAT_PARAM
-from fsdp.state_dict.form import is_chunk
+from fsdp.state_dict.form import form_told, is_chunk, is_sharded
 from fsdp.state_dict.hooked import changes_loads
 from fsdp.state_dict.local import problem_with
 from fsdp.state_dict.names import param_names, unit_prefixes
-from fsdp.state_dict.unit_check import kind_of, problem_of, unit_line, without_names
+from fsdp.state_dict.unit_check import kind_of, problem_of, unit_line
 from fsdp.wrapper_options import StateDictType
 from fsdp.wrapper_unit import WrappedUnit, units_of
+
+_TOPIC = Topic(
+    what="state dict",
+    parts="units and entries",
+    remedy="Load the same state on all ranks, with the same state_dict_type.",
+    compared=without_names,
+)
 
 
 def check_load(top: WrappedUnit, found: Mapping[str, Any], prefix: str) -> None:
@@ -47,7 +53,7 @@ def check_load(top: WrappedUnit, found: Mapping[str, Any], prefix: str) -> None:
             except (RuntimeError, AssertionError) as error:
                 problem = problem or error
     groups = dict.fromkeys(group for unit in units for group in unit._state.mesh_info.groups)
-    agree(lines, problem, list(groups), top._state.device, without_names, what="state dict")
+    agree(lines, problem, list(groups), top._state.device, _TOPIC)
 
 
 def _entries(
@@ -90,12 +96,8 @@ def _told(value: Any, info: DataParallelMeshInfo | None) -> str:
         return "absent"
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    if isinstance(value, DTensor):
-        form = f"DTensor {list(value.placements)} on a mesh of {tuple(value.device_mesh.shape)}"
-    elif isinstance(value, ShardedTensor):
-        form = f"ShardedTensor of {len(value.metadata().shards_metadata)} shards"
-    else:
+    if not is_sharded(value):
         return f"{tuple(value.shape)}"
-    return f"{tuple(value.shape)} {form}" + (
+    return f"{tuple(value.shape)} {form_told(value)}" + (
         " as it is saved" if info and is_chunk(value, info) else ""
     )

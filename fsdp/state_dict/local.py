@@ -17,12 +17,13 @@ from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import ShardedTensor, ShardMetadata, sharded_tensor_of
 from fsdp.flat_parameter import FLAT_PARAM
 from fsdp.full_params import taken_out
+from fsdp.plain_names import PREFIX
 from fsdp.state_dict.form import place_of
 from fsdp.state_dict.names import param_names
 from fsdp.state_dict.tensors import finish_others
 from fsdp.state_dict.unit_form import Finish
 from fsdp.wrapper_options import StateDictConfig
-from fsdp.wrapper_unit import PREFIX, WrappedUnit
+from fsdp.wrapper_unit import WrappedUnit
 
 
 @contextmanager

@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.wrapper_unit import PREFIX, WrappedUnit
-
-CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-
-
-def clean(name: str) -> str:
-    """Return ``name`` without what wrappers put into it, wherever it stands."""
-    return name.replace(PREFIX, "").replace(CHECKPOINT_PREFIX, "")
+from fsdp.plain_names import clean
+from fsdp.wrapper_unit import WrappedUnit
 
 
 def clean_all(names: list[str]) -> None:

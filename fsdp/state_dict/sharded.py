@@ -17,6 +17,7 @@ from fsdp.engine.mesh import device_of
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.trace import logger
 from fsdp.full_params import taken_out, whole_params
+from fsdp.plain_names import PREFIX
 from fsdp.state_dict.exchange import chunks_of, fill_from_chunks
 from fsdp.state_dict.form import chunked, from_chunk, gathered, own_chunk
 from fsdp.state_dict.hooked import changes_loads, changes_saves
@@ -25,7 +26,7 @@ from fsdp.state_dict.stand_ins import StandIns
 from fsdp.state_dict.tensors import finish_others, memory_of
 from fsdp.state_dict.unit_form import Finish
 from fsdp.wrapper_options import StateDictConfig
-from fsdp.wrapper_unit import PREFIX, WrappedUnit
+from fsdp.wrapper_unit import WrappedUnit
 
 Names = list[list[str]]
 

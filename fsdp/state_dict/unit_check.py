@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 
 from fsdp.full_params import check_idle
@@ -43,8 +42,3 @@ def unit_line(unit: WrappedUnit, start: str, changes: Callable[[WrappedUnit], bo
         line += " with hooks or methods" if changes(unit) else " without hooks or methods"
         line += " that change states"
     return line
-
-
-def without_names(line: str) -> str:
-    """Return what of ``line`` the ranks must have in common: all but quoted names."""
-    return re.sub("'[^']*'", "", line)

@@ -100,9 +100,17 @@ def _differ(context: RankContext, *, path: str, face: str, how: str) -> list[str
 @pytest.mark.parametrize(
     ("how", "kind", "fragment"),
     [
-        ("lr", ValueError, "the option 'lr' of parameter group 0 is 1 on rank 0 and 0.25 on rank"),
-        ("step", ValueError, "is tensor(3, torch.float32) on rank 0 and tensor(4, torch.float32)"),
-        ("dtype", ValueError, "is torch.float32 on rank 0 and torch.float64 on rank 1"),
+        (
+            "lr",
+            ValueError,
+            "Rank 1 has different values for lr of 'parameter group 0': it is 0.25, and 1 ",
+        ),
+        (
+            "step",
+            ValueError,
+            "it is tensor(4, torch.float32), and tensor(3, torch.float32) on rank 0",
+        ),
+        ("dtype", ValueError, "it is elements of torch.float64, and elements of torch.float32"),
         ("unpicklable", TypeError, "cannot be pickled"),
     ],
     ids=["lr", "step", "dtype", "unpicklable"],
@@ -147,12 +155,12 @@ def _exchanges(context: RankContext, *, path: str) -> int:
         # Equal, and with other bytes as a pickle: one object for all, or one for each.
         entry["word"] = "kept" if context.rank else "".join(["ke", "pt"])
     calls = []
-    plain_gathered = agreed.gathered
-    agreed.gathered = lambda *args: calls.append(args) or plain_gathered(*args)
+    told = agreed.told_by_all
+    agreed.told_by_all = lambda *args: calls.append(args) or told(*args)
     try:
         checkpoint.save(path, model, optimizer)
     finally:
-        agreed.gathered = plain_gathered
+        agreed.told_by_all = told
     return len(calls)
 
 

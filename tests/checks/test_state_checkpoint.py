@@ -110,6 +110,26 @@ def test_a_state_for_rank_0_only_may_not_come_on_rank_1() -> None:
     assert cause("state_dict.keys", told) is None
 
 
+@pytest.mark.parametrize(("replicas", "expected"), [(1, Cause.UNEXPECTED_KEY), (2, None)])
+def test_a_state_for_rank_0_only_may_come_on_the_first_rank_of_each_replica(
+    replicas: int, expected: Cause | None
+) -> None:
+    told = story(options="explicit")
+    told.replicas = replicas
+    told.instead("model_state_layout", layout(), rank=1)
+    assert cause("state_dict.tensors", told) is expected
+
+
+@pytest.mark.parametrize(("replicas", "right"), [(1, False), (2, True)])
+def test_the_first_rank_of_a_replica_may_load_its_own_buffers(
+    replicas: int, *, right: bool
+) -> None:
+    told = story(options="explicit")
+    told.replicas = replicas
+    told.instead("loaded_buffers", {"mean": OTHER[1]}, rank=1, step=1)
+    assert (cause("resume.model", told) is None) is right
+
+
 def test_an_empty_state_on_rank_0_lacks_every_key() -> None:
     told = story(options="explicit")
     told.wrong[0, "model_state_layout", "{}"] = {}

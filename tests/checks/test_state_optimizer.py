@@ -86,18 +86,38 @@ def test_a_count_that_is_lost_is_a_missing_key() -> None:
     assert cause("optimizer.steps", told) is Cause.MISSING_KEY
 
 
-@pytest.mark.parametrize("prefix", ["", "loaded_"])
+@pytest.mark.parametrize(
+    ("check", "prefix"), [("optimizer.steps", ""), ("resume.options", "loaded_")]
+)
 @pytest.mark.parametrize(
     "groups", [[{**GROUP, "lr": 0.2}], [GROUP, {**GROUP, "betas": [0.9, 0.9]}], [{"lr": 0.1}]]
 )
 def test_a_wrong_hyperparameter_is_found_in_any_group(
-    groups: list[dict[str, Any]], prefix: str
+    groups: list[dict[str, Any]], check: str, prefix: str
 ) -> None:
+    told = loaded()
+    told.instead(f"{prefix}hyperparameters", groups, step=1)
+    assert cause(check, told) is Cause.WRONG_HYPERPARAMETER
+    other = {"optimizer.steps": "resume.options", "resume.options": "optimizer.steps"}[check]
+    assert cause(other, told) is None
+
+
+def loaded() -> Story:
     told = story()
     told.phase("load")
+    told.see("loaded_optimizer_state", state(1), step=1)
     told.see("loaded_hyperparameters", [GROUP], step=1)
-    told.instead(f"{prefix}hyperparameters", groups, step=1)
-    assert cause("optimizer.steps", told) is Cause.WRONG_HYPERPARAMETER
+    return told
+
+
+def test_a_count_that_a_load_reset_is_the_business_of_the_load() -> None:
+    told = loaded()
+    told.instead("loaded_optimizer_state", {"body/step": torch.tensor(0.0)}, rank=1, step=1)
+    found = first_mismatch("resume.options", told)
+    assert found is not None
+    assert found.cause is Cause.WRONG_STEP_COUNT
+    assert found.sentence.startswith("step count body/step after the load at step 1, rank 1")
+    assert cause("optimizer.steps", told) is None
 
 
 def test_an_optimizer_without_groups_does_not_pass() -> None:

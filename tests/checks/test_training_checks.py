@@ -176,6 +176,35 @@ def test_a_wrong_first_step_is_named(
     assert cause("parameters.first_step", story) is expected
 
 
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_weights_that_are_kept_in_a_shorter_dtype_are_named(short: torch.dtype) -> None:
+    story = training()
+    after = story.value("parameters", step=0)
+    rounded = {name: after[name].to(short).float() for name in ("body", "bias")}
+    story.instead("parameters", tied(rounded), step=0)
+    assert cause("parameters.first_step", story) is Cause.DTYPE_ROUND_TRIP
+
+
+def test_what_is_no_number_is_no_matter_of_scale() -> None:
+    story = training()
+    gradient = story.value("gradients", step=0)["bias"].clone()
+    gradient[-1] = torch.nan
+    story.instead("gradients", {"bias": gradient}, step=0)
+    assert cause("gradients.scale", story) is None
+    assert cause("gradients.value", story) is Cause.NON_FINITE
+
+
+def test_gradients_that_were_dropped_and_come_back_are_named() -> None:
+    story = training()
+    dropped = {
+        n: torch.ones_like(g) for n, g in story.value("gradients", step=0).items() if g is not None
+    }
+    story.see("gradients_dropped", dropped)
+    wrong = story.value("gradients", step=0)["bias"] + 1
+    story.instead("gradients", {"bias": wrong}, step=0)
+    assert cause("gradients.value", story) is Cause.NOT_DROPPED
+
+
 def test_adam_hides_the_scale_of_a_gradient() -> None:
     assert cause("parameters.first_step", _first_step("adamw", 2.0, warm_up=False)) is None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conformance import machine
+from conformance.checks import CHECKS
 from conformance.cli import main
 from conformance.cli.running import _folder
 from conformance.errors import UsageError
@@ -37,7 +38,7 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--model", "mpl"], "did you mean mlp"),
         ([*RUN, "--profile", "cor"], "did you mean core? known: checkpoint, communication, core"),
         ([*RUN, "--profile", "xyz"], "no profile 'xyz'; known: checkpoint, communication, core"),
-        ([*RUN, "--check", "zzz"], " all 29: fsdp-conformance list checks"),
+        ([*RUN, "--check", "zzz"], f" all {len(CHECKS)}: fsdp-conformance list checks"),
         ([*RUN, "--baseline", "dpd"], "no baseline 'dpd'; did you mean ddp? known: ddp, oracle"),
         ([*RUN, "--depth", "ful"], "no depth 'ful'; did you mean full? known: full, narrow, wide"),
         ([*RUN, "--case", "*/trian/*"], "fsdp-conformance list cases shows all"),
@@ -69,6 +70,23 @@ def command(monkeypatch, *arguments: str) -> int:
             "did you mean last_step_lost",
         ),
         (["selftest", "--mutant", "last_step_los"], "did you mean last_step_lost"),
+        (["fuzz", "torch.fuly_shard"], "did you mean torch.fully_shard"),
+        (["fuzz", "torch.fully_shard", "--examples", "0"], "--examples 0: at least 1"),
+        (["fuzz", "torch.fully_shard", "--variant", "defalt"], "did you mean default"),
+        (
+            ["fuzz", "torch.fully_shard", "--mutant", "last_step_los"],
+            "did you mean last_step_lost",
+        ),
+        (["repro", "losses.value@torch.fully_shard/drawn:6.7z/train#0"], "letters 'z' of 7z"),
+        (["repro", "losses.value@torch.fully_shard/drwn:6.7/train#0"], "no model 'drwn:6.7'"),
+        (
+            ["repro", "losses.value@torch.fully_shard/mlp/sequence/acts=sx#0"],
+            "acts='sx' is not a sequence of letters 'sceimdnw'",
+        ),
+        (
+            ["repro", "losses.value@torch.fully_shard/mlp/sequence#0"],
+            "acts='' is not a sequence of letters",
+        ),
         (["recheck", "."], "holds no run.jsonl"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.engine.collectives import WholeBuffer
+from fsdp.engine.buffer import Buffer
 
 COMPUTE = "compute"
 
@@ -101,28 +101,28 @@ class Races(TorchDispatchMode):
         self.kernels: list[tuple[str, str]] = []  # (operator, stream)
         self._memory: dict[int, _Memory] = {}
         self._given_back: dict[str, list[_Memory]] = defaultdict(list)
-        self._usual = WholeBuffer.allocate, WholeBuffer.free
+        self._usual = Buffer.allocate, Buffer.free
 
     def __enter__(self) -> Races:
         races, (allocate, free) = self, self._usual
 
-        def watched_allocate(buffer: WholeBuffer) -> None:
+        def watched_allocate(buffer: Buffer) -> None:
             fresh = buffer.data.untyped_storage().nbytes() == 0
             allocate(buffer)
             if fresh:
                 races._allocated(buffer.data)
 
-        def watched_free(buffer: WholeBuffer) -> None:
+        def watched_free(buffer: Buffer) -> None:
             memory = races._memory.get(buffer.data.untyped_storage()._cdata)
             if memory is not None:
                 races._give_back(memory)
             free(buffer)
 
-        WholeBuffer.allocate, WholeBuffer.free = watched_allocate, watched_free
+        Buffer.allocate, Buffer.free = watched_allocate, watched_free
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        WholeBuffer.allocate, WholeBuffer.free = self._usual
+        Buffer.allocate, Buffer.free = self._usual
         super().__exit__(*error)
         self._collect()
 

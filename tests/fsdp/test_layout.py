@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp.engine.layout import Extent, Layout, end_to_end, moves, side_by_side
+from fsdp.engine.layout import Extent, Layout, end_to_end, side_by_side
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=5)
 WORLDS = st.integers(1, 6)
@@ -141,21 +141,6 @@ def test_columns_cut_the_gathered_shards_into_whole_parameters(shapes, world, al
         assert block[:numel].tolist() == params[column.param].flatten().tolist()
 
 
-@given(layouts(), st.data())
-def test_moves_reshard_from_any_layout_to_any_other(drawn, data):
-    shapes, source = drawn
-    _, target = data.draw(layouts(shapes=shapes))
-    params = values(shapes)
-    old = shards_of(source, params)
-    new = torch.zeros(target.world, target.shard_numel, dtype=torch.long)
-    for move in moves(source, target):
-        assert move.numel > 0
-        new[move.target_rank, move.target_offset : move.target_offset + move.numel] = old[
-            move.source_rank, move.source_offset : move.source_offset + move.numel
-        ]
-    assert torch.equal(new, shards_of(target, params))
-
-
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), WORLDS, st.data())
 def test_side_by_side_pieces_are_the_chunks_of_torch(shape, world, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -207,11 +192,6 @@ def test_aligned_windows_start_at_multiples_and_keep_ranks_aligned(shapes, world
     layout = side_by_side([Extent.of(s, 0) for s in shapes], world, align=align)
     assert all(cut.base % align == 0 for cut in layout.cuts)
     assert layout.shard_numel % align == 0
-
-
-def test_moves_refuse_other_parameters():
-    with pytest.raises(ValueError, match="do not hold the same parameters"):
-        list(moves(end_to_end(flat([4]), 2), end_to_end(flat([5]), 2)))
 
 
 def test_a_layout_of_overlapping_windows_has_no_columns():

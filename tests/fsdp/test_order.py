@@ -12,7 +12,7 @@ from torch import nn
 
 from conformance.ranks import RankContext
 from fsdp import fully_shard, register_fsdp_forward_method
-from fsdp.engine.collectives import WholeBuffer
+from fsdp.engine.buffer import Buffer
 from fsdp.engine.param import ShardedState
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import Prefetches
@@ -617,18 +617,18 @@ def test_a_profile_names_the_groups() -> None:
 def _memory_at_the_gather(context: RankContext) -> list[int]:
     """Bytes of each group's whole buffer when its first gather asks for memory."""
     found: list[int] = []
-    usual = WholeBuffer.allocate
+    usual = Buffer.allocate
 
-    def watched(buffer: WholeBuffer) -> None:
+    def watched(buffer: Buffer) -> None:
         found.append(buffer.data.untyped_storage().nbytes())
         usual(buffer)
 
     model = shard_blocks(build())
-    WholeBuffer.allocate = watched  # type: ignore[method-assign]
+    Buffer.allocate = watched  # type: ignore[method-assign]
     try:
         model(batch(0, context.rank))
     finally:
-        WholeBuffer.allocate = usual  # type: ignore[method-assign]
+        Buffer.allocate = usual  # type: ignore[method-assign]
     return found
 
 

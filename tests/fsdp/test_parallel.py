@@ -184,29 +184,33 @@ def test_a_unit_may_shard_over_several_meshes() -> None:
     assert agreed(_two_meshes, 4, fresh=True) == [2, 2]
 
 
-class CountingGather(AllGather):
+class Lends:
+    """Counts calls, and knows what memory it has lent: that alone is to be sent from and into."""
+
     def __init__(self) -> None:
         self.calls = 0
+        self.lent: list[torch.Tensor] = []
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        self.lent.append(torch.empty(*size, dtype=dtype, device=device))
+        return self.lent[-1]
 
-    def __call__(self, output_tensor, input_tensor, group, async_op=False):  # noqa: FBT002
+    def called(self, *tensors: torch.Tensor) -> None:
         self.calls += 1
+        assert {t.data_ptr() for t in tensors} <= {t.data_ptr() for t in self.lent}
+
+
+class CountingGather(Lends, AllGather):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):  # noqa: FBT002
+        self.called(output_tensor)
         return torch.distributed.all_gather_into_tensor(
             output_tensor, input_tensor, group=group, async_op=async_op
         )
 
 
-class CountingScatter(ReduceScatter):
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class CountingScatter(Lends, ReduceScatter):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # noqa: FBT002
-        self.calls += 1
+        self.called(output_tensor, input_tensor)
         return torch.distributed.reduce_scatter_tensor(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )

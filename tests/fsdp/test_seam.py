@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.ranks import RankContext
 from fsdp.api import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp.engine.exposure import CutShard
 from fsdp.engine.group_options import GroupOptions
 from fsdp.engine.hooks import install_forward_hooks
 from fsdp.engine.layout import Extent, end_to_end
@@ -68,15 +69,15 @@ class FlatExposure:
     def show_post_forward(self, params: Any, pieces: Any, info: Any) -> None:
         raise AssertionError("a flat parameter is not resharded to a smaller mesh")
 
-    def plain_gradient(self, param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def plain_gradients(
+        self, params: Sequence[FSDPParam], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        return list(gradients)
 
     def accumulates(self, params: Sequence[FSDPParam]) -> bool:
         return self.flat.grad is not None
 
-    def hand_over(
-        self, params: Sequence[FSDPParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
-    ) -> None:
+    def hand_over(self, params: Sequence[FSDPParam], shard: torch.Tensor, cut: CutShard) -> None:
         if self.flat.grad is None:
             self.flat.grad = shard
         else:

@@ -533,12 +533,25 @@ def test_a_gather_in_flight_is_dropped_when_a_state_is_loaded(world: int, kind: 
 
 
 def test_an_offload_policy_by_itself_offloads_nothing() -> None:
-    options = {"device": torch.device("cpu"), "exposure": None, "lay_out": side_by_side}
-    options["mp_policy"] = MixedPrecisionPolicy()
-    none = GroupOptions(**options, offload_policy=OffloadPolicy())
-    pinned = GroupOptions(**options, offload_policy=CPUOffloadPolicy())
-    assert (none.offload, none.pin_memory) == (False, False)
-    assert (pinned.offload, pinned.pin_memory) == (True, True)
+    policies = (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False), CPUOffloadPolicy())
+    found = [
+        (options.offload, options.pin_memory)
+        for device in ("meta", "cpu")
+        for policy in policies
+        for options in [
+            GroupOptions(
+                device=torch.device(device),
+                exposure=None,
+                lay_out=side_by_side,
+                mp_policy=MixedPrecisionPolicy(),
+                offload_policy=policy,
+            )
+        ]
+    ]
+    elsewhere, on_the_host = found[:3], found[3:]
+    assert elsewhere == [(False, False), (True, False), (True, True)]
+    # where the host computes there is nothing to copy to
+    assert on_the_host == [(False, False), (True, False), (True, False)]
 
 
 def _deprecated(context: RankContext) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.ranks import RankContext
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp.engine.buffer import Buffer
+from fsdp.engine.streams import AcceleratorStreams
 from tests.fsdp.plain import (
     Stack,
     batch,
@@ -41,6 +44,16 @@ class Singles(nn.Module):
         for block in (*self.blocks, self.blocks[-1]):
             x = torch.tanh(block(x))
         return x
+
+
+class Twice(Stack):
+    """Runs its last block twice: it is gathered again while the first gather may be read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in (*self.blocks, self.blocks[-1]):
+            x = block(x)
+        return self.out(x) * self.scale
 
 
 def watched(model: nn.Module) -> tuple[nn.Module, Races]:
@@ -77,7 +90,7 @@ def _trains(context: RankContext, variant: str, kind: type) -> list[str]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", [Stack, Singles])
+@pytest.mark.parametrize("kind", [Stack, Singles, Twice])
 def test_no_kernel_runs_beside_one_that_it_conflicts_with(variant: str, kind: type) -> None:
     for found in on_ranks(_trains, 2, variant=variant, kind=kind):
         assert found == []
@@ -138,6 +151,40 @@ def test_replicas_are_reduced_behind_the_shards(shape: tuple[int, int]) -> None:
     for found, streams in on_ranks(_hybrid, shape[0] * shape[1], fresh=True, shape=shape):
         assert found == []
         assert streams == ["all-reduce"]
+
+
+def _memory(context: RankContext, kind: type) -> list[int]:
+    """Bytes behind the buffers of the engine after a step, and after an evaluation."""
+    buffers: list[Buffer] = []
+    usual = Buffer.__init__
+
+    def remembered(buffer: Buffer, *args: Any) -> None:
+        usual(buffer, *args)
+        buffers.append(buffer)
+
+    def held() -> int:
+        return sum(buffer.data.untyped_storage().nbytes() for buffer in buffers)
+
+    model, races = watched(shard_blocks(build(kind), reshard_after_forward=True))
+    found = []
+    Buffer.__init__ = remembered  # type: ignore[method-assign]
+    try:
+        with races:
+            loss_of(model, batch(0, context.rank)).backward()
+            found.append(held())
+            with torch.no_grad():
+                model(batch(1, context.rank))
+            found.append(held())
+    finally:
+        Buffer.__init__ = usual  # type: ignore[method-assign]
+    return [len(buffers), *found]
+
+
+# Of every group whole parameters and packed gradients; what is gathered elsewhere; not of views.
+@pytest.mark.parametrize(("kind", "buffers"), [(Stack, 9), (Twice, 9), (Singles, 8)])
+def test_buffers_have_memory_only_while_it_is_needed(kind: type, buffers: int) -> None:
+    for found in on_ranks(_memory, 2, kind=kind):
+        assert found == [buffers, 0, 0]
 
 
 def _hook(context: RankContext) -> list[Any]:
@@ -246,3 +293,75 @@ def _overlap(context: RankContext) -> list[bool]:
 def test_a_prefetched_gather_may_run_beside_the_computation() -> None:
     for beside in on_ranks(_overlap, 2):
         assert any(beside)
+
+
+class FakeAccelerator:
+    """The part of an accelerator that knows devices and their current streams."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams = {0: "first", 1: "second"}
+        self.log: list[tuple[Any, ...]] = []
+
+    def current_device_index(self) -> int:
+        return self.device
+
+    def set_device_index(self, index: int) -> None:
+        self.device = index
+
+    def current_stream(self, index: int) -> str:
+        return self.streams[index]
+
+    def set_stream(self, stream: str) -> None:
+        """Streams of the second device say so; as with the real one, it becomes the current."""
+        self.device = int(stream.startswith("second"))
+        self.streams[self.device] = stream
+
+    def event(self, device: torch.device) -> Any:
+        log = self.log
+        return SimpleNamespace(
+            record=lambda stream: log.append(("record", device.index, stream)),
+            wait=lambda stream: log.append(("wait", stream)),
+        )
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    fake = FakeAccelerator()
+    module = SimpleNamespace(Stream=lambda device, priority=0: f"second's of {priority}")
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
+    monkeypatch.setattr(torch, "accelerator", fake)
+    monkeypatch.setattr(torch, "Event", fake.event)
+    return fake
+
+
+def test_a_stream_is_current_in_its_body_only(accelerator: FakeAccelerator) -> None:
+    streams = AcceleratorStreams(torch.device("meta", 1))
+    with streams.on(streams.gather):
+        assert (streams.current(), accelerator.device) == ("second's of -1", 1)
+        with streams.on(streams.gather), streams.on(streams.all_reduce):
+            assert streams.current() == "second's of 0"
+        assert streams.current() == "second's of -1"
+    assert accelerator.streams == {0: "first", 1: "second"}
+    assert accelerator.device == 0
+
+
+def test_an_error_gives_the_stream_back(accelerator: FakeAccelerator) -> None:
+    streams = AcceleratorStreams(torch.device("meta", 1))
+    with pytest.raises(KeyError), streams.on(streams.reduce):
+        raise KeyError
+    assert (accelerator.streams[1], accelerator.device) == ("second", 0)
+
+
+def test_events_are_recorded_and_waited_for(accelerator: FakeAccelerator) -> None:
+    streams = AcceleratorStreams(torch.device("meta", 1))
+    event = streams.record()
+    streams.wait("mine", event)
+    streams.wait("mine", None)
+    streams.wait_stream("mine", "other")
+    assert accelerator.log == [
+        ("record", 1, "second"),
+        ("wait", "mine"),
+        ("record", 1, "other"),
+        ("wait", "mine"),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+import fsdp as our_fsdp
 from fsdp.engine import torch_private
 
 SOURCE = Path(torch_private.__file__).read_text(encoding="utf-8")
@@ -35,6 +37,80 @@ SOURCE = Path(torch_private.__file__).read_text(encoding="utf-8")
 )
 def test_the_private_name_exists(owner: object, name: str) -> None:
     assert hasattr(owner, name)
+
+
+# Private names outside that module: where torch has them, and why they stand where they do.
+ELSEWHERE: dict[str, tuple[object, str]] = {
+    "_BatchNorm": (nn.modules.batchnorm, "the default of a public option"),
+    "_C": (torch, "on the way to a function below"),
+    "_buffers": (nn.Module(), "as good as public: modules are made of them"),
+    "_disabled_torch_function_impl": (torch._C, "for the subclass of tensors in that module"),
+    "_dynamo": (torch, "its public name needs the compiler"),
+    "_flatten": (DeviceMesh, "meshes alone"),
+    "_foreach_add_": (torch, "operators like any other, with an underscore"),
+    "_foreach_copy_": (torch, "operators like any other, with an underscore"),
+    "_is_profiler_enabled": (torch.autograd.profiler, "a plain flag"),
+    "_is_view": (torch.Tensor, "a plain question"),
+    "_make_subclass": (torch.Tensor, "for the subclass of tensors in that module"),
+    "_parameters": (nn.Module(), "as good as public: modules are made of them"),
+    "_post_accumulate_grad_hooks": (torch.ones(1), "put where autograd looks for them"),
+    "_python_dispatch": (torch.utils, "a module with public functions"),
+    "_pytree": (torch.utils, "a module with public functions"),
+}
+# No names of torch: marks that this package sets on objects of others, and one of named tuples.
+MARKS = {
+    *("_fsdp_uid", "_fsdp_use_orig_params", "_is_flat_param", "_is_fsdp_managed_module"),
+    "_replace",
+}
+
+
+def _own_names(trees: list[ast.Module]) -> Iterator[str]:
+    """Names that the package itself defines somewhere."""
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _used_names(trees: list[ast.Module]) -> Iterator[str]:
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from [*(node.module or "").split("."), *(each.name for each in node.names)]
+
+
+def test_no_private_name_stands_elsewhere_but_for_those_that_are_listed() -> None:
+    package = Path(our_fsdp.__file__).parent
+    files = [file for file in package.rglob("*.py") if file.name != "torch_private.py"]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    private = {n for n in _used_names(trees) if n.startswith("_") and not n.startswith("__")}
+    assert private - set(_own_names(trees)) == ELSEWHERE.keys() | MARKS
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_private_name_elsewhere_exists(name: str) -> None:
+    assert hasattr(ELSEWHERE[name][0], name)
+
+
+def test_what_stands_around_states_is_seen() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    assert [torch_private.is_persistent(module, n) for n in ("scratch", "running_mean")] == [
+        False,
+        True,
+    ]
+    assert torch_private.save_hooks(module) == torch_private.load_hooks(module) == []
+    hooks = [lambda *_: None for _ in range(3)]
+    module.register_state_dict_post_hook(hooks[0])
+    module.register_state_dict_pre_hook(hooks[1])
+    module.register_load_state_dict_pre_hook(hooks[2])
+    assert torch_private.save_hooks(module) == hooks[:2]
+    assert torch_private.load_hooks(module) == hooks[2:]
 
 
 def test_a_dtensor_has_a_local_tensor_and_a_spec() -> None:

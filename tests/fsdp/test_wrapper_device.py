@@ -16,7 +16,7 @@ from fsdp.wrap import CustomPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from tests.fsdp.plain import Residual, batch, build, loss_of, train_plain
 from tests.fsdp.ranks import agreed, on_ranks
-from tests.fsdp.test_wrapper import ORIGINAL, train, wrapped
+from tests.fsdp.test_wrapper import ORIGINAL, POLICY, train, wrapped
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.device_count() < 2, reason="needs two accelerators"
@@ -148,3 +148,34 @@ def _whole(context: RankContext, *, offload: bool) -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_whole_parameters_lie_where_they_are_asked_for(*, offload: bool) -> None:
     on_ranks(_whole, 2, device=kind(), offload=offload)
+
+
+def _moved(context: RankContext, *, original: bool, before: bool) -> Any:
+    """Hooks of all modules in the order in which they fire, the losses, and the end."""
+    inner, fired = build(), list[str]()
+    if before:
+        inner.to(default_device())
+    model = FSDP(inner, auto_wrap_policy=POLICY, use_orig_params=original)
+    if not before:
+        model.to(default_device())
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: fired.append(f"before {name}"))
+        module.register_forward_hook(lambda *_, name=name: fired.append(f"after {name}"))
+        module.register_full_backward_hook(lambda *_, name=name: fired.append(f"back {name}"))
+    losses = train(model, context.rank)
+    with FSDP.summon_full_params(model, writeback=False):
+        places = {p.device.type for p in model.parameters()}
+        end = [p.detach().cpu().tolist() for p in model.parameters()]
+    return fired, losses, sorted(places), end
+
+
+@ORIGINAL
+def test_a_module_may_be_moved_before_or_after_it_is_wrapped(*, original: bool) -> None:
+    before, after = (
+        on_ranks(_moved, 2, device=kind(), original=original, before=before)
+        for before in (True, False)
+    )
+    assert before == after
+    fired, _, places, _ = before[0]
+    assert places == [kind()]
+    assert {line.split()[0] for line in fired} == {"before", "after", "back"}

@@ -307,6 +307,26 @@ def test_the_default_hooks_reduce_like_none(source: str, strategy: str, *, origi
     on_ranks(_default_hooks, 2, source=source, strategy=strategy, original=original)
 
 
+def _kept_by_the_hook(context: RankContext) -> list[bool]:
+    """A hook that feeds back errors keeps what it was given until the next step, and longer."""
+    model = wrapped()
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def hook(state: Any, gradient: torch.Tensor, output: torch.Tensor) -> None:
+        kept.append((gradient, gradient.clone()))
+        comm_hooks.reduce_scatter_hook(state, gradient, output)
+
+    model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hook)
+    for step in range(2):
+        loss_of(model, batch(step, context.rank)).backward()
+    return [given.untyped_storage().nbytes() == copy.numel() * 4 for given, copy in kept]
+
+
+def test_a_hook_may_keep_the_gradients_it_is_given() -> None:
+    for found in on_ranks(_kept_by_the_hook, 2):
+        assert found == [True] * 6
+
+
 def _compressed(context: RankContext, name: str, strategy: str) -> None:
     """The communication is in the low dtype, what is left in the parameters'."""
     model = wrapped(sharding_strategy=ShardingStrategy[strategy])

@@ -157,6 +157,36 @@ def test_the_first_rank_alone_has_the_same_state(*, original: bool) -> None:
     on_ranks(_same, 2, kind="FULL_STATE_DICT", cell=cell)
 
 
+def _who_gets_it(context: RankContext) -> list[list[bool]]:
+    """Of four ranks, two replicas: who has a model state, an optimizer state, whole parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
+    found = []
+    for side in (OURS, THEIRS):
+        package, cell = side.package, {"original": False, "strategy": "HYBRID_SHARD"}
+        wrapper, model = (
+            package.FullyShardedDataParallel,
+            _make(side, 7, cell, process_group=groups),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        cells.loss_of(model, cells.batch(0, context.rank)).backward()
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = _call(side, model, "FULL_STATE_DICT", rank0_only=True)
+            optim = wrapper.full_optim_state_dict(model, optimizer, rank0_only=True)
+            with wrapper.summon_full_params(model, rank0_only=True, writeback=False):
+                shown = "inp.weight" in dict(model.named_parameters())
+        found.append([bool(state), bool(optim), shown])
+    return found
+
+
+def test_one_rank_of_each_replica_is_the_first_for_models_and_one_of_all_for_optimizers() -> None:
+    found = on_ranks(_who_gets_it, 4, fresh=True)
+    for rank, (ours, theirs) in enumerate(found):
+        assert ours == theirs == [rank in (0, 2), rank == 0, rank in (0, 2)]
+
+
 def _unusual(context: RankContext, kind: str) -> None:
     """Tied weights, ignored modules and a parent that is no unit."""
     states = []

@@ -88,16 +88,21 @@ def _other_form(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 SAVES: dict[str, tuple[Spoil, bool, type[Exception], str]] = {
     "no_state": (_no_state, False, RuntimeError, "some ranks are missing some of those states"),
-    "no_moment": (_no_moment, True, AssertionError, "but no tensor 'exp_avg'"),
-    "no_moment_flat": (_no_moment, False, AssertionError, "but no tensor 'exp_avg'"),
+    "no_moment": (_no_moment, True, AssertionError, "has different values for exp_avg of"),
+    "no_moment_flat": (_no_moment, False, AssertionError, "has different values for exp_avg of"),
     "other_step": (_other_step, True, AssertionError, "has different values for step"),
     "other_step_flat": (_other_step, False, AssertionError, "has different values for step"),
-    "other_dtype": (_other_dtype, True, AssertionError, "one state has one dtype"),
+    "other_dtype": (
+        _other_dtype,
+        True,
+        AssertionError,
+        "it is elements of torch.float64, and elements",
+    ),
     "odd_shape": (_odd_shape, True, NotImplementedError, "computes with whole tensors"),
     "odd_shape_flat": (_odd_shape, False, NotImplementedError, "computes with whole tensors"),
     "inner_tensors": (_inner_tensors, True, NotImplementedError, "tensors inside a list"),
     "foreign": (_foreign, True, KeyError, "is not in FullyShardedDataParallel"),
-    "other_form": (_other_form, False, ValueError, "set the same state_dict_type on all ranks"),
+    "other_form": (_other_form, False, ValueError, "Set the same state_dict_type"),
 }
 
 

@@ -135,6 +135,7 @@ def test_the_wheel_holds_every_module_of_the_tree(wheel: Path) -> None:
         "fsdp/py.typed",
         "conformance/requirements.toml",
         "conformance/mutants/catalogue.jsonl",
+        "conformance/mutants/unplanted.toml",
     ],
 )
 def test_the_wheel_holds_its_data(wheel: Path, name: str) -> None:

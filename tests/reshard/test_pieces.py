@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard as Rows
 
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel, MixedPrecision, checkpoint
+from fsdp.plain_names import named_plainly
 from fsdp.reshard import reshard
-from fsdp.reshard.names import named_modules
 from fsdp.reshard.pieces import pieces_of
 from tests.fsdp.plain import build
 from tests.fsdp.ranks import error_of, named_on_every_rank, on_ranks
@@ -184,7 +184,7 @@ def test_a_partial_sum_is_no_piece() -> None:
 
 def test_names_are_those_of_the_plain_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
-    assert [name for name, _ in named_modules(model)] == ["", "0", "1", "1"]
+    assert [name for name, _ in named_plainly(model)] == ["", "0", "1", "1"]
 
 
 def _cast_buffers(context: RankContext, *, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.engine.state import TrainingState
-from fsdp.state_dict import exchange
+from fsdp.reshard import transport
 from fsdp.state_dict.form import chunked
 from tests.fsdp.ranks import count, error_of, named_on_every_rank, on_ranks
 from tests.state_dict import cells
@@ -132,14 +133,60 @@ def _asked(context: RankContext, kind: str, *, summon: bool) -> list[int]:
     [
         ("full", False, [1 + 3, 0, 0]),
         ("sharded", False, [1, 3, 0]),
-        ("local", False, [0, 0, 0]),
+        ("local", False, [1, 0, 0]),
         ("full", True, [0, 0, 0]),
     ],
 )
-def test_a_save_asks_once_and_only_if_it_exchanges(
+def test_a_save_asks_once_and_not_for_what_is_whole(
     kind: str, wanted: list[int], *, summon: bool
 ) -> None:
     assert on_ranks(_asked, 2, kind=kind, summon=summon) == (wanted, wanted)
+
+
+def _each_its_own(context: RankContext, kinds: list[str], *, loads: bool) -> list[str]:
+    """Every rank asks for another form; what it loads has that form."""
+    model = cells.wrap(cells.plain())
+    states = {kind: cells.saved(model, cells.KINDS[kind]) for kind in kinds}
+    kind = kinds[context.rank]
+    call: Any = lambda: cells.saved(model, cells.KINDS[kind])  # noqa: E731
+    if loads:
+        call = lambda: cells.load(model, cells.KINDS[kind], states[kind])  # noqa: E731
+    found = error_of(call)
+    cells.same(cells.whole(model), dict(cells.plain().named_parameters()))
+    cells.same(cells.saved(model, cells.FULL), cells.plain().state_dict())
+    return found
+
+
+@LOADS
+@pytest.mark.parametrize("kinds", list(itertools.permutations(cells.KINDS, 2)), ids="-".join)
+def test_ranks_that_ask_for_different_forms_hear_who_asked_for_what(
+    kinds: tuple[str, str], *, loads: bool
+) -> None:
+    found = on_ranks(_each_its_own, 2, kinds=list(kinds), loads=loads)
+    for rank, kind in enumerate(kinds):
+        text = f"rank {rank} has the unit '' in the form {cells.KINDS[kind].name}"
+        named_on_every_rank(found, ValueError, text)
+
+
+def _alone_in_a_summon(context: RankContext, kind: str, *, recurse: bool) -> list[str]:
+    """Inside a summon the last rank asks for what is not there."""
+    model = cells.wrap(cells.plain())
+    with FSDP.summon_full_params(model, recurse=recurse, writeback=False):
+        asked = cells.KINDS[kind] if context.rank else cells.FULL
+        return error_of(lambda: cells.saved(model, asked))
+
+
+@pytest.mark.parametrize("kind", ["local", "sharded"])
+def test_inside_a_summon_nobody_waits_for_who_asks_for_what_is_not_there(kind: str) -> None:
+    first, second = on_ranks(_alone_in_a_summon, 2, kind=kind, recurse=True)
+    assert first == ["", ""]
+    assert second[0] == "AssertionError"
+
+
+@pytest.mark.parametrize("kind", ["local", "sharded"])
+def test_a_summon_of_the_root_alone_is_not_saved_by_half(kind: str) -> None:
+    found = on_ranks(_alone_in_a_summon, 2, kind=kind, recurse=False)
+    named_on_every_rank(found, AssertionError, "Cannot manually unshard parameters when already")
 
 
 class _Breaks(nn.Module):
@@ -183,7 +230,16 @@ class _Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_runs_are_there_when_they_are_sent() -> None:
+def _sent(context: RankContext) -> list[bool]:
+    peer = 1 - context.rank
+    sent = [torch.full((n,), n, dtype=torch.uint8) for n in (2, 1)]
+    wanted = [torch.zeros(n, dtype=torch.uint8) for n in (2, 1)]
     with _Copies() as copies:
-        exchange._on([[torch.ones(2)], [torch.ones(1)]], cells.CPU)
-    assert copies.blocking == [True, True]
+        arrive = transport._launch({peer: sent}, {peer: wanted}, None, cells.CPU)
+    arrive()
+    assert [part.tolist() for part in wanted] == [[2, 2], [1]]
+    return copies.blocking
+
+
+def test_runs_are_there_when_they_are_sent() -> None:
+    assert on_ranks(_sent, 2) == ([True, True], [True, True])

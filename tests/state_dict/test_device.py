@@ -92,3 +92,17 @@ def _two_backends(context: RankContext) -> None:
 def test_a_group_of_several_backends_loads_from_either_memory() -> None:
     kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
     on_ranks(_two_backends, 2, device=kind, fresh=True)
+
+
+def _offloaded_on_host(context: RankContext) -> bool:
+    model = cells.wrap(cells.plain(), cpu_offload=CPUOffload(offload_params=True))
+    for kind in cells.KINDS.values():
+        state = cells.saved(model, kind)
+        held = [each for value in state.values() for each in cells.held(value)]
+        assert held
+        assert not any(each.is_pinned() for each in held)
+    return True
+
+
+def test_ranks_that_compute_on_the_host_pin_nothing_beside_an_accelerator() -> None:
+    assert on_ranks(_offloaded_on_host, 2) == (True, True)

@@ -15,9 +15,9 @@ from conformance.ranks import RankContext
 from fsdp.engine.mesh import FSDPMeshInfo
 from fsdp.engine.tree import map_tensors
 from fsdp.flat_parameter import FLAT_PARAM
+from fsdp.plain_names import CHECKPOINTED, PREFIX, clean, plain
 from fsdp.state_dict.form import chunked, gathered_state
-from fsdp.state_dict.names import CHECKPOINT_PREFIX, clean, replace_by_prefix
-from fsdp.wrapper_unit import PREFIX
+from fsdp.state_dict.names import replace_by_prefix
 from tests.fsdp.ranks import on_ranks
 from tests.state_dict import cells
 
@@ -35,7 +35,7 @@ class Record:
 
 def test_the_constants_are_what_checkpoints_have() -> None:
     assert (PREFIX, FLAT_PARAM) == ("_fsdp_wrapped_module.", "_flat_param")
-    assert CHECKPOINT_PREFIX == wrappers._CHECKPOINT_PREFIX == "_checkpoint_wrapped_module."
+    assert f"{CHECKPOINTED}." == wrappers._CHECKPOINT_PREFIX == "_checkpoint_wrapped_module."
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,28 @@ def test_the_constants_are_what_checkpoints_have() -> None:
 )
 def test_a_name_is_cleaned_wherever_wrappers_stand_in_it(name: str) -> None:
     assert clean(name) == "a.weight"
+    assert clean(f"{name.removesuffix('weight')}") == "a."
+
+
+@pytest.mark.parametrize("name", ["_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
+def test_the_path_of_a_wrapper_is_that_of_what_is_inside(name: str) -> None:
+    assert (clean(name), clean(f"{name}."), clean(f"a.{name}"), clean("")) == ("", "", "a", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my_fsdp_wrapped_module.weight",
+        "a_checkpoint_wrapped_module.b_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module_x.weight",
+        "x_orig_mod.weight",
+        "module.weight",
+    ],
+)
+def test_a_part_that_only_looks_like_a_wrapper_stays(name: str) -> None:
+    assert clean(name) == plain(name) == name
+    assert plain(f"_orig_mod._fsdp_wrapped_module.{name}") == name
+    assert clean(f"_orig_mod._fsdp_wrapped_module.{name}") == f"_orig_mod.{name}"
 
 
 def test_a_prefix_is_replaced_in_the_keys_that_have_it() -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other before any large tensor moves, and errors that all of them raise.
+"""What ranks tell each other before any large tensor moves.
 
 One exchange of small objects per call; after it every rank makes the same plan from the same facts.
 """
@@ -6,13 +6,12 @@ One exchange of small objects per call; after it every rank makes the same plan 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from fsdp.engine.agreement import agree
 from fsdp.optim_state.names import Names
 from fsdp.optim_state.profiler import SimpleProfiler
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Opaque, StateInfo, _OptimStateKey
@@ -24,13 +23,11 @@ class Report:
 
     Attributes:
         problem: whether it cannot go on.
-        form: what it was asked for.
         keys: the parameters that have state here, in the order of its optimizer.
         infos: what it knows of those that units manage.
     """
 
     problem: bool = False
-    form: str = ""
     keys: list[_OptimStateKey] = field(default_factory=list)
     infos: dict[_OptimStateKey, StateInfo] = field(default_factory=dict)
 
@@ -39,7 +36,6 @@ class Report:
         ours = {member.key for info in infos for member in info.members}
         return Report(
             problem=self.problem,
-            form=self.form,
             keys=[key for key in self.keys if key in ours or not key.is_fsdp_managed],
             infos={key: _sendable(info) for key, info in self.infos.items() if key in ours},
         )
@@ -53,7 +49,7 @@ def peers_of(info: FSDPParamInfo) -> dist.ProcessGroup | None:
     return mesh.replicate_group
 
 
-def exchange(names: Names, mine: Report) -> dict[dist.ProcessGroup | None, list[Report]]:
+def reports_of_all(names: Names, mine: Report) -> dict[dist.ProcessGroup | None, list[Report]]:
     """Return the reports of all ranks, by the groups of ``peers_of``, in their order.
 
     *Collective*: two all-gathers of small objects over each different group. *Blocks* the host.
@@ -72,27 +68,6 @@ def exchange(names: Names, mine: Report) -> dict[dist.ProcessGroup | None, list[
             dist.all_gather_object(reports, part, group=group)
         found[group] = reports
     return found
-
-
-def settle(
-    names: Names, problem: Exception | None, lines: Sequence[str] = (), what: str = "state"
-) -> None:
-    """Raise on all ranks of the model, or on none.
-
-    Args:
-        names: whose units say which ranks there are.
-        problem: what this rank cannot go on with.
-        lines: what all ranks must have in common.
-        what: what the lines are about.
-
-    *Collective*: one small all-gather over every group of the units.
-
-    Raises:
-        Exception: ``problem``, here and in kind and text on the others.
-        ValueError: the lines differ.
-    """
-    groups = list(dict.fromkeys(g for unit in names.units for g in unit._state.mesh_info.groups))
-    agree(lines, problem, groups, names.units[0]._state.device, what=what)
 
 
 def _sendable(info: StateInfo) -> StateInfo:

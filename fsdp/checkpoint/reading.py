@@ -16,7 +16,7 @@ from fsdp.reshard.pieces import Piece
 from fsdp.reshard.side import Local
 
 
-class Request:
+class Reading:
     """What is to be read for a model and its optimizers.
 
     Args:

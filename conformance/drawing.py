@@ -1,0 +1,117 @@
+"""Examples for the search: models, cases and variants, drawn by Hypothesis and small when shrunk.
+
+Every example is a variant and a case, whose strings say all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import combinations
+from typing import TypeAlias
+
+from hypothesis import strategies as st
+
+from conformance.adapter import Adapter
+from conformance.case import Case
+from conformance.checks import Check
+from conformance.item import Item
+from conformance.models import ModelCase, case, drawn
+from conformance.optimizers import OPTIMIZERS
+from conformance.plan import Depth, Planned, judges, plan
+from conformance.scenarios.sequence import ACTS, SEQUENCE
+from conformance.session import Subject
+
+Part: TypeAlias = drawn.Layer | drawn.Unit
+MAX_SIZE, MAX_ITEMS, MAX_DEPTH, MAX_ACTS, MAX_ACCUMULATION = 9, 3, 2, 5, 4
+LEAST_NORMALISED = 3
+"""Features; of fewer a normalisation leaves little, and of one nothing."""
+
+SIZES = st.integers(1, MAX_SIZE)
+ANY = st.sampled_from(
+    ["".join(some) for n in range(4) for some in combinations(drawn.LAYER_LETTERS, n)]
+)
+"""Up to three letters of a layer, in their order."""
+PLAIN = ANY.filter(lambda letters: "n" not in letters)
+
+
+@st.composite
+def layers(draw: st.DrawFn, size: int | None = None) -> drawn.Layer:
+    """A layer, of `size` if that is given."""
+    size = size or draw(SIZES)
+    return drawn.Layer(size=size, letters=draw(ANY if size >= LEAST_NORMALISED else PLAIN))
+
+
+@st.composite
+def items(draw: st.DrawFn, inputs: int, depth: int, least: int) -> tuple[Part, ...]:
+    """At least `least` layers and units in a row, of which the first takes `inputs` features."""
+    found: list[Part] = []
+    for _ in range(draw(st.integers(least, MAX_ITEMS))):
+        if depth < MAX_DEPTH and draw(st.booleans()):
+            found.append(draw(units(inputs, depth)))
+        else:
+            found.append(draw(layers()))
+        inputs = drawn.size_of(found[-1:], inputs)
+    return tuple(found)
+
+
+@st.composite
+def units(draw: st.DrawFn, inputs: int, depth: int) -> drawn.Unit:
+    """A unit; one that is called twice ends with a layer of as many features as it takes."""
+    letters = "".join(letter for letter in drawn.UNIT_LETTERS if draw(st.booleans()))
+    if "r" in letters:
+        inside = (*draw(items(inputs, depth + 1, 0)), draw(layers(inputs)))
+    else:
+        inside = draw(items(inputs, depth + 1, 1))
+    return drawn.Unit(items=inside, letters=letters)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelCase:
+    """A model with a head that trains, whatever is before it."""
+    inputs = draw(SIZES)
+    body = draw(items(inputs, 0, 0))
+    head = draw(layers())
+    return case(str(drawn.Drawing(inputs=inputs, items=(*body, head))))
+
+
+@lru_cache(maxsize=1024)
+def planned(
+    traits: frozenset[str], capabilities: frozenset[str], checks: tuple[Check, ...]
+) -> list[Case]:
+    """The cases that a run takes of a model with these traits; their model is another one."""
+    model = replace(case("mlp"), name="drawn", traits=traits)
+    return [each.case for each in plan(capabilities, checks, [model], depth=Depth.FULL)]
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, model: ModelCase, capabilities: frozenset[str], checks: Sequence[Check]
+) -> Case:
+    """A sequence of acts, or a case that a run of `model` would have."""
+    if draw(st.booleans()):
+        known = planned(model.traits, capabilities, tuple(checks))
+        return replace(draw(st.sampled_from(known)), model=model.name)
+    allowed = [letter for letter, act in ACTS.items() if act.needs <= capabilities]
+    acts = draw(st.text(st.sampled_from(allowed), max_size=MAX_ACTS))
+    return Case.of(
+        model.name,
+        SEQUENCE,
+        acts=f"{acts}ss",  # what an act has done is seen in the step after it
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS, reverse=True))),
+        accumulation=draw(st.integers(1, MAX_ACCUMULATION)),
+    )
+
+
+@st.composite
+def examples(
+    draw: st.DrawFn, subjects: Sequence[tuple[Subject, Adapter]], checks: Sequence[Check]
+) -> Item:
+    """A subject, and a case of those that it claims to do."""
+    names = [subject.variant for subject, _ in subjects]
+    subject, adapter = subjects[names.index(draw(st.sampled_from(names)))]
+    model = draw(models())
+    drawn_case = draw(cases(model, adapter.capabilities, checks))
+    judging = judges(drawn_case, model, checks)
+    return Item(subject=subject, planned=Planned(case=drawn_case, checks=judging))

@@ -1,0 +1,128 @@
+"""The search for an example that a wrapper gets wrong, and for the smallest of its kind.
+
+Knows Hypothesis and what makes two failures one deviation. Runs nothing: what an example shows
+comes from a function.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.errors import Flaky
+from hypothesis.strategies import SearchStrategy
+
+from conformance.causes import Cause
+from conformance.item import Item
+from conformance.verdicts import BAD, Finding
+
+Judge = Callable[[Item], Sequence[Finding]]
+_PARTICULAR = re.compile(r"'[^']*'|\[[^\]]*\]|\d+(\.\d+)?(e-?\d+)?")
+TELLING = 80
+"""Characters of an exception's sentence that say which exception it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """One way in which a wrapper is wrong.
+
+    Attributes:
+        finding: the first divergence of the smallest example.
+        item: that example.
+        met: the case in which it was first met.
+        tried: examples that were judged until then, in this search.
+        steady: whether it was wrong again when it was repeated.
+    """
+
+    finding: Finding
+    item: Item
+    met: str
+    tried: int
+    steady: bool
+
+
+def kind_of(finding: Finding) -> tuple[str, ...]:
+    """What two findings of one deviation have in common, in different examples."""
+    if finding.cause is not Cause.EXCEPTION:
+        return (finding.check, str(finding.cause))
+    return (finding.check, _PARTICULAR.sub("#", finding.sentence)[:TELLING])
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A search by number of examples.
+
+    Attributes:
+        judge: runs an example and says what came of it, first divergence first.
+        strategy: draws examples.
+        examples: how many to judge, those of shrinking not counted.
+        seed: of the drawing.
+        tried: how many were judged so far.
+    """
+
+    judge: Judge
+    strategy: SearchStrategy[Item]
+    examples: int
+    seed: int = 0
+    tried: int = 0
+
+    def deviations(self) -> Iterator[Deviation]:
+        """Every kind of deviation that is met, each as small as it gets."""
+        known: set[tuple[str, ...]] = set()
+        rounds = 0
+        while self.tried < self.examples:
+            found = self._next(known, rounds)
+            if found is None:
+                return
+            known.add(kind_of(found.finding))
+            rounds += 1
+            yield found
+
+    def _next(self, known: set[tuple[str, ...]], rounds: int) -> Deviation | None:
+        """Search until something new is met, or the examples are used up."""
+        met: list[tuple[Item, Finding]] = []
+
+        def one(item: Item) -> None:
+            if not met:
+                self.tried += 1
+            found = [f for f in self.judge(item) if f.verdict in BAD]
+            # what fails later in the same example is a consequence as likely as not
+            if not found or kind_of(found[0]) in known:
+                return
+            # shrinking must not slip from one deviation to another
+            if met and kind_of(found[0]) != kind_of(met[0][1]):
+                return
+            met.append((item, found[0]))
+            raise AssertionError(found[0].id)
+
+        left = self.examples - self.tried
+        quiet = settings(
+            max_examples=left,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+            verbosity=Verbosity.quiet,
+            report_multiple_bugs=False,
+        )
+        steady = True
+        try:
+            seed(f"{self.seed}/{rounds}")(quiet(given(self.strategy)(one)))()
+        except Flaky:
+            steady = False
+        except AssertionError:
+            if not met:
+                raise
+        if not met:
+            return None
+        item, finding = met[-1] if steady else met[0]
+        return Deviation(
+            finding=finding,
+            item=item,
+            met=str(met[0][0].planned.case),
+            tried=self.tried,
+            steady=steady,
+        )

@@ -1,0 +1,138 @@
+"""What one more parameter group costs the host in every step: calls, counted and not timed.
+
+An accelerator's host pays microseconds for each operator, event and Python call, and a small model
+waits for it. Counted is the way that an accelerator takes, on streams that remember.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp
+from conformance.ranks import RankContext
+from fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp.wrapper_options import MixedPrecision
+from tests.fsdp.plain import Stack, batch, build
+from tests.fsdp.ranks import agreed
+from tests.fsdp.streams import OrderedStreams
+from tests.fsdp.test_training import shard_blocks
+from tests.fsdp.test_wrapper import wrapped
+
+PARAMS = 5  # of a block
+ONCE_A_STEP = {
+    "c10d::_allgather_base_": 2,
+    "c10d::_reduce_scatter_base_": 1,
+    "aten::alias": 1,  # the stand-in for the input
+    "aten::copy_": 3,  # both gathers cast the shard, and the reduced shard is cast back
+    "aten::empty": 1,  # the reduced shard
+    "aten::empty_like": 1,  # the same in the parameters' dtype
+}
+WANTED: dict[str, dict[str, int]] = {
+    "composable": ONCE_A_STEP
+    | {
+        "aten::_foreach_copy_": 2,  # both gathers are copied out
+        "aten::view": PARAMS,  # gradients by rank
+        "aten::cat": 1,
+        "aten::as_strided": PARAMS,  # gradients in the reduced shard
+    },
+    "flat": ONCE_A_STEP | {"aten::_foreach_copy_": 1},  # gradients are packed
+    "original": ONCE_A_STEP | {"aten::_foreach_copy_": 1, "aten::as_strided": PARAMS},
+}
+EVENTS = 6
+PYTHON_CALLS = {"composable": 180, "flat": 188, "original": 208}
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, and waits for collectives: gloo's do not run on the streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            out[-1].wait()
+        return out
+
+
+def _wrapped(face: str, blocks: int) -> tuple[nn.Module, Any]:
+    """A model of mixed precision whose parameters any two ranks can halve."""
+    kind = partial(Stack, blocks=blocks, hidden=16)
+    plain = build(kind)
+    if face == "plain":
+        return plain, None
+    if face == "composable":
+        model = shard_blocks(plain, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        return model, fully_shard.state(model)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    model = wrapped(kind, mixed_precision=mixed, use_orig_params=face == "original")
+    return model, model._state
+
+
+def _step(model: nn.Module, rank: int) -> None:
+    model(batch(0, rank)).float().pow(2).mean().backward()
+    for param in model.parameters():
+        param.grad = None
+
+
+def _cost(face: str, blocks: int, rank: int) -> dict[str, Counter[str]]:
+    """Operators, events and Python calls of one step, once everything is made."""
+    model, state = _wrapped(face, blocks)
+    streams = OrderedStreams()
+    if state is not None:
+        state.comm().streams = streams
+    with Operators():
+        for _ in range(3):
+            _step(model, rank)
+    streams.events.clear()
+    with Operators() as operators:
+        _step(model, rank)
+    events = len(streams.events)
+    python: Counter[str] = Counter()
+    home = fsdp.__file__.removesuffix("__init__.py")
+
+    def seen(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(home):
+            python["calls"] += 1
+
+    with Operators():
+        sys.setprofile(seen)
+        try:
+            _step(model, rank)
+        finally:
+            sys.setprofile(None)
+    return {"operators": operators.calls, "events": Counter(events=events), "python": python}
+
+
+def _one_more(context: RankContext, face: str) -> dict[str, dict[str, int]]:
+    """What a third block adds to a step of two, beyond what it adds to one without a wrapper."""
+    rank = context.rank
+    three, two = _cost(face, 3, rank), _cost(face, 2, rank)
+    bare = _cost("plain", 3, rank)["operators"].copy()
+    bare.subtract(_cost("plain", 2, rank)["operators"])
+    found = {}
+    for kind, calls in three.items():
+        calls.subtract(two[kind])
+        if kind == "operators":
+            calls.subtract(bare)
+        found[kind] = {name: number for name, number in calls.items() if number}
+    return found
+
+
+@pytest.mark.parametrize("face", WANTED)
+def test_one_more_group_costs_as_many_calls_as_are_named_here(face: str) -> None:
+    found = agreed(_one_more, 2, face=face)
+    assert found["operators"] == WANTED[face]
+    assert found["events"]["events"] <= EVENTS
+    assert found["python"]["calls"] <= PYTHON_CALLS[face]
