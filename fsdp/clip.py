@@ -63,28 +63,34 @@ def norm_of(
     gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """Return the norm of all ``gradients`` together in float32 on ``device``; zero if none."""
-    if not gradients:
+    # there is no largest element of none
+    alike = _alike(gradient for gradient in gradients if gradient.numel())
+    if not alike:
         return torch.zeros((), device=device)
-    norms = [_norm(gradient, norm_type).to(device) for gradient in gradients]
-    return _norm(torch.stack(norms), norm_type)
-
-
-def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    if not tensor.numel():
-        return torch.zeros((), device=tensor.device)  # the largest element of none
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32)
+    norms = [
+        torch.stack(torch._foreach_norm(some, norm_type, dtype=torch.float32)).to(device)
+        for some in alike
+    ]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     return norm
 
 
+def _alike(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return ``gradients`` by device and dtype, so that one call does for many."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(found.values())
+
+
 def _gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [param.grad.detach() for param in params if param.grad is not None]
+    return [param.grad for param in params if param.grad is not None]
 
 
 def _scale(gradients: Sequence[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
     factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
-    factors = {device: factor.to(device) for device in {g.device for g in gradients}}
-    for gradient in gradients:
-        gradient.mul_(factors[gradient.device].to(gradient.dtype))
+    for some in _alike(gradients):
+        torch._foreach_mul_(some, factor.to(some[0].device, some[0].dtype))
 
 
 def _as_promoted(total: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -70,23 +70,25 @@ class Gradients(WrappedUnit):
             raise RuntimeError(
                 "`clip_grad_norm_()` should only be called on the root FSDP instance"
             )
+        units = units_of(self)
         sharded: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         taken: set[nn.Parameter] = set()
         replicated: list[nn.Parameter] = []
-        for unit in units_of(self):
+        for unit in units:
             for group in unit._state.groups:
                 shards, seen = group.mesh_info.shard_group, _seen_params(unit)
                 (replicated if shards is None else sharded.setdefault(shards, [])).extend(seen)
                 taken.update(
                     seen, (p.unsharded for p in group.fsdp_params if p.unsharded is not None)
                 )
-        replicated += [p for p in self.parameters() if p not in taken]
-        order = {param: index for index, param in enumerate(self.parameters())}
+        everything = list(self.parameters())
+        replicated += [param for param in everything if param not in taken]
+        order = {param: index for index, param in enumerate(everything)}
         replicated.sort(key=lambda param: order.get(param, len(order)))
         total = clip_sharded(
             sharded, replicated, float(max_norm), float(norm_type), self._state.device
         )
-        offloads = any(unit._arguments.cpu_offload.offload_params for unit in units_of(self))
+        offloads = any(unit._arguments.cpu_offload.offload_params for unit in units)
         return total.cpu() if offloads else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

@@ -19,8 +19,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Where tests are matrices, each cell a training on ranks: a few cells, spread over all, stand for
 # the others in a quick run.
-MATRICES = ("state_dict", "optim_state", "reshard", "checkpoint", "interop", "fsdp")
-STANDING_FOR_ALL = 5
+MATRICES = {
+    *("state_dict", "optim_state", "reshard", "checkpoint", "interop", "fsdp"),
+    *("test_torch_wrappers", "test_covering"),
+}
+"""Folders, and files in others."""
+STANDING_FOR_ALL = 3
 STRIDES = (1, 3, 5, 7, 11, 13, 17, 23, 31, 47, 71, 101, 151, 227, 347, 521)
 
 
@@ -37,5 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, test in zip(items, tests, strict=True):
         number = seen[test]
         seen[test] += 1
-        if item.path.parent.name in MATRICES and number % stride(sizes[test]):
+        matrix = not MATRICES.isdisjoint((item.path.parent.name, item.path.stem))
+        if matrix and number % stride(sizes[test]):
             item.add_marker(pytest.mark.long)

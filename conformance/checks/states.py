@@ -56,8 +56,10 @@ def state_dict_pieces(evidence: Evidence, ledger: Ledger) -> None:
 
 
 def _compare_elements(evidence: Evidence, ledger: Ledger) -> None:
-    """All ranks' local states together hold each parameter's elements once."""
-    due = sum(p.numel() for p in evidence.model.build().parameters())
+    """All ranks' local states together hold each parameter's elements once per replica."""
+    if evidence.world == evidence.replicas:
+        return  # nothing is cut
+    due = evidence.replicas * sum(p.numel() for p in evidence.model.build().parameters())
     seen = evidence.expected("model_state_elements")[0]
     ranks = range(evidence.world)
     counts = [int(evidence.history.get(rank, "model_state_elements")) for rank in ranks]

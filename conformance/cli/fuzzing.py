@@ -75,7 +75,7 @@ def fuzz_command(adapter: str, options: FuzzOptions) -> int:
             timeout=options.timeout,
             directory=Path(name) / "histories",
         )
-        with leaving_on_interrupt(Path(name)), Session(setting) as session:
+        with Session(setting) as session:
             judged = Judged(session, expectations, with_control=options.mutant is None)
             search = Search(
                 judge=judged,
@@ -83,7 +83,9 @@ def fuzz_command(adapter: str, options: FuzzOptions) -> int:
                 examples=options.examples,
                 seed=options.seed,
             )
-            return _searched(search, judged, f"{number(options.world, 'rank')} on {device}")
+            hunt = Hunt(search, judged, f"{number(options.world, 'rank')} on {device}")
+            with leaving_on_interrupt(Path(name), hunt.summary):
+                return hunt.follow()
 
 
 class Judged:
@@ -119,23 +121,37 @@ class Judged:
         return self._known[key]
 
 
-def _searched(search: Search, judged: Judged, where: str) -> int:
-    started, count = time.monotonic(), 0
-    for deviation in search.deviations():
-        count += 1
-        sys.stdout.write(deviation_text(deviation))
-        sys.stdout.flush()
-    for fault in judged.faults.values():
-        sys.stdout.write(f"ERROR  {fault.id}\n" + "\n".join(indented(fault.sentence, 6)) + "\n\n")
-    seconds = time.monotonic() - started
-    sys.stdout.write(
-        f"{number(search.tried, 'example')}, {number(count, 'deviation')},"
-        f" {number(judged.checks, 'check')} passed in {seconds:.1f} s,"
-        f" {search.tried / seconds:.1f} examples a second ({where}, seed {search.seed})\n"
-    )
-    if count:
-        return EXIT_BAD
-    return EXIT_OK if judged.checks and not judged.faults else EXIT_UNDECIDED
+class Hunt:
+    """A search as it is shown."""
+
+    def __init__(self, search: Search, judged: Judged, where: str) -> None:
+        """Begins now; `where` says with which ranks."""
+        self._search, self._judged, self._where = search, judged, where
+        self._started, self._found = time.monotonic(), 0
+
+    def follow(self) -> int:
+        """Show every deviation as it is found, then the summary; returns the exit status."""
+        for deviation in self._search.deviations():
+            self._found += 1
+            sys.stdout.write(deviation_text(deviation))
+            sys.stdout.flush()
+        faults = self._judged.faults.values()
+        for fault in faults:
+            lines = "\n".join(indented(fault.sentence, 6))
+            sys.stdout.write(f"ERROR  {fault.id}\n{lines}\n\n")
+        sys.stdout.write(self.summary() + "\n")
+        if self._found:
+            return EXIT_BAD
+        return EXIT_OK if self._judged.checks and not faults else EXIT_UNDECIDED
+
+    def summary(self) -> str:
+        """How far the search is, in one line."""
+        seconds, tried = time.monotonic() - self._started, self._search.tried
+        return (
+            f"{number(tried, 'example')}, {number(self._found, 'deviation')},"
+            f" {number(self._judged.checks, 'check')} passed in {seconds:.1f} s,"
+            f" {tried / seconds:.1f} examples a second ({self._where}, seed {self._search.seed})"
+        )
 
 
 def deviation_text(deviation: Deviation) -> str:

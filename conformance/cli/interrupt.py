@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,9 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextmanager
-def leaving_on_interrupt(remove: Path | None = None, note: str = "") -> Iterator[None]:
+def leaving_on_interrupt(
+    remove: Path | None = None, note: Callable[[], str] = str
+) -> Iterator[None]:
     """Inside, an interrupt ends this process with its own status.
 
     An exception would not do: threads wait for ranks, and an orderly exit would wait for those
@@ -26,7 +28,7 @@ def leaving_on_interrupt(remove: Path | None = None, note: str = "") -> Iterator
 
     Args:
         remove: a temporary folder that nobody else would remove.
-        note: what the user should know.
+        note: what the user should know then; by default nothing.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -35,7 +37,8 @@ def leaving_on_interrupt(remove: Path | None = None, note: str = "") -> Iterator
         if sys.stdout.isatty():
             sys.stdout.write(_SHOW_CURSOR)  # a progress bar hides it
             sys.stdout.flush()
-        text = f"fsdp-conformance: interrupted{'; ' + note if note else ''}\n"
+        said = note()
+        text = f"fsdp-conformance: interrupted{'; ' + said if said else ''}\n"
         os.write(sys.stderr.fileno(), text.encode())
         os._exit(EXIT_INTERRUPTED)
 

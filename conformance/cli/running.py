@@ -73,7 +73,7 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
         partial = f"{folder / LOG_NAME} is partial" if kept else ""
         started = time.monotonic()
         with (
-            leaving_on_interrupt(None if kept else folder, partial),
+            leaving_on_interrupt(None if kept else folder, lambda: partial),
             RunLog(folder, fields) as log,
             progress_for(len(work.items), quiet=options.quiet) as progress,
         ):

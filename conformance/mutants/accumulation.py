@@ -14,6 +14,7 @@ from conformance.mutants.registry import mutant
     cause=Cause.LAST_MICRO_BATCH_ONLY,
     case="mlp/train/accumulation=3,optimizer=sgd",
     bugs=("NVIDIA/Megatron-LM#7186", "pytorch/pytorch#73535"),
+    world=1,
 )
 class LastMicroBatchOnly(Adapter):
     """A backward replaces what earlier micro-batches have left."""
@@ -28,6 +29,7 @@ class LastMicroBatchOnly(Adapter):
     check="conventions.kept",
     cause=Cause.CONVENTION_BROKEN,
     case="mlp/train/accumulation=3,optimizer=sgd",
+    world=1,
 )
 class WrapperDividesToo(Adapter):
     """The wrapper divides the loss by the micro-batches although the caller does so already."""

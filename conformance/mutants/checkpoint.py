@@ -37,6 +37,7 @@ class StateDefect(Adapter):
     cause=Cause.UNEXPECTED_KEY,
     case=DEFAULT,
     bugs=("pytorch/pytorch#117399", "pytorch/pytorch#150239"),
+    world=1,
 )
 class WrapperPrefixInKeys(StateDefect):
     """A wrapper's own module name stays in the keys."""
@@ -49,7 +50,7 @@ class WrapperPrefixInKeys(StateDefect):
         }
 
 
-@mutant(check="state_dict.keys", cause=Cause.MISSING_KEY, case=DEFAULT)
+@mutant(check="state_dict.keys", cause=Cause.MISSING_KEY, case=DEFAULT, world=1)
 class KeyLost(StateDefect):
     """The last entry of the model state is lost."""
 
@@ -64,6 +65,7 @@ class KeyLost(StateDefect):
     cause=Cause.WRONG_DTYPE,
     case=DEFAULT,
     bugs=("facebookresearch/fairscale#427", "pytorch/pytorch#83068"),
+    world=1,
 )
 class EntryInShortDtype(StateDefect):
     """An entry of the model state comes in the dtype of the computation."""
@@ -78,6 +80,7 @@ class EntryInShortDtype(StateDefect):
     cause=Cause.WRONG_DEVICE,
     case=DEFAULT,
     bugs=("pytorch/pytorch#164554",),
+    world=1,
 )
 class EntryLeftOnMeta(StateDefect):
     """An entry of the model state is left on the meta device."""
@@ -103,6 +106,7 @@ class FullStateOnEveryRank(Adapter):
     cause=Cause.OFF_BY_ONE_SHARD,
     case=DEFAULT,
     bugs=("pytorch/pytorch#129229", "Open-Athena/MarinFold#236"),
+    world=1,
 )
 class RowsShiftedInFullState(StateDefect):
     """Shards are put together one row too late."""
@@ -117,6 +121,7 @@ class RowsShiftedInFullState(StateDefect):
     cause=Cause.NOT_LOADED,
     case=DEFAULT,
     bugs=("pytorch/pytorch#117421", "pytorch/pytorch#105840"),
+    world=1,
 )
 class ModelLoadIgnored(Adapter):
     """Loading a model state does nothing."""
@@ -130,6 +135,7 @@ class ModelLoadIgnored(Adapter):
     cause=Cause.PERMUTED,
     case=EXPLICIT,
     bugs=("NVIDIA/Megatron-LM#7452", "pytorch/pytorch#129229"),
+    world=1,
 )
 class RowsReversedByLoad(Adapter):
     """A load puts the rows of the parameters into the wrong order."""
@@ -142,7 +148,7 @@ class RowsReversedByLoad(Adapter):
                 parameter.copy_(parameter.flip(0))
 
 
-@mutant(check="resume.optimizer", cause=Cause.NOT_LOADED, case=DEFAULT)
+@mutant(check="resume.optimizer", cause=Cause.NOT_LOADED, case=DEFAULT, world=1)
 class OptimizerLoadIgnored(Adapter):
     """Loading an optimizer state does nothing."""
 
@@ -155,6 +161,7 @@ class OptimizerLoadIgnored(Adapter):
     cause=Cause.ZERO,
     case=EXPLICIT,
     bugs=("databricks/flashoptim#3",),
+    world=1,
 )
 class MomentsZeroAfterLoad(Adapter):
     """A load brings the step count but not the moments."""
@@ -171,6 +178,7 @@ class MomentsZeroAfterLoad(Adapter):
     cause=Cause.OFF_BY_ONE_SHARD,
     case=DEFAULT,
     bugs=("Lightning-AI/pytorch-lightning#16815", "pytorch/pytorch#128004"),
+    world=1,
 )
 class MomentsShiftedByLoad(Adapter):
     """A load puts the rows of the moments one too late."""
@@ -182,7 +190,7 @@ class MomentsShiftedByLoad(Adapter):
             value.copy_(value.roll(1, 0))
 
 
-@mutant(check="resume.optimizer", cause=Cause.STALE, case=DEFAULT)
+@mutant(check="resume.optimizer", cause=Cause.STALE, case=DEFAULT, world=1)
 class OptimizerStepsOldTensors(Adapter):
     """All values are loaded, but the optimizer goes on to step tensors that the model has left."""
 

@@ -95,7 +95,7 @@ class InfinityNormOfLocalShard(NormOfLocalShard):
         return (super().clip_grad_norm if norm_type == inf else right)(w, max_norm, norm_type)
 
 
-@mutant(check="clip.gradients", cause=Cause.NOT_CLIPPED, case="mlp/train/optimizer=sgd")
+@mutant(check="clip.gradients", cause=Cause.NOT_CLIPPED, case="mlp/train/optimizer=sgd", world=1)
 class NormWithoutClipping(Adapter):
     """The right norm is returned and nothing is clipped."""
 

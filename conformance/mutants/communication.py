@@ -18,6 +18,7 @@ from conformance.mutants.registry import mutant
     check="no_sync.collectives",
     cause=Cause.REDUCED_IN_NO_SYNC,
     case="mlp/train/accumulation=3,optimizer=sgd",
+    world=1,
 )
 class NoSyncDoesNothing(Adapter):
     """Every micro-batch reduces its gradients; the sums come out right."""
@@ -32,6 +33,7 @@ class NoSyncDoesNothing(Adapter):
     cause=Cause.REDUCED_REPEATEDLY,
     case="mlp/train/accumulation=3,optimizer=sgd",
     bugs=("pytorch/pytorch#125484",),
+    world=1,
 )
 class ReducedTwice(Adapter):
     """The syncing micro-batch averages the averaged gradients again, which changes no number."""

@@ -15,6 +15,7 @@ from conformance.mutants.registry import mutant
     cause=Cause.WRONG_DTYPE,
     case="mlp/train/optimizer=sgd",
     bugs=("pytorch/pytorch#111317", "pytorch/pytorch#85134"),
+    world=1,
 )
 class GradientsInBfloat16(Adapter):
     """Gradients are kept in bfloat16 beside float32 parameters."""

@@ -18,6 +18,7 @@ from conformance.mutants.registry import mutant
     case="wide/memory",
     base="torch.fully_shard",
     bugs=("pytorch/xla#5484",),
+    world=1,
 )
 class FullParametersKeptAfterEval(Adapter):
     """An evaluation leaves a cached full copy of the parameters."""
@@ -36,6 +37,7 @@ class FullParametersKeptAfterEval(Adapter):
     cause=Cause.NOT_FREED,
     case="wide/memory",
     bugs=("pytorch/pytorch#149100",),
+    world=1,
 )
 class BufferLeakedPerStep(Adapter):
     """Every step leaves one small buffer behind."""

@@ -18,6 +18,7 @@ from conformance.mutants.registry import mutant
     cause=Cause.DTYPE_ROUND_TRIP,
     case="mlp/train/optimizer=adamw",
     bugs=("databricks/flashoptim#3",),
+    world=1,
 )
 class OptimizerStateInShortDtype(Adapter):
     """The optimizer's state is kept in bfloat16 between steps."""
@@ -34,6 +35,7 @@ class OptimizerStateInShortDtype(Adapter):
     cause=Cause.PERMUTED,
     case="transformer/train/optimizer=sgd",
     bugs=("pytorch/pytorch#54736",),
+    world=1,
 )
 class OptimizerStatesSwapped(Adapter):
     """Two parameters of one shape exchange their optimizer states."""
@@ -55,6 +57,7 @@ class OptimizerStatesSwapped(Adapter):
     check="optimizer.state",
     cause=Cause.OFF_BY_ONE_SHARD,
     case="uneven/train/optimizer=sgd",
+    world=1,
 )
 class OptimizerStateRowsShifted(Adapter):
     """The rows of every optimizer state are shifted by one."""
@@ -71,6 +74,7 @@ class OptimizerStateRowsShifted(Adapter):
     cause=Cause.WRONG_STEP_COUNT,
     case="mlp/train/optimizer=adamw",
     bugs=("NVIDIA/Megatron-LM#5974",),
+    world=1,
 )
 class StepCountedTwice(Adapter):
     """Every optimizer step counts as two."""
@@ -87,6 +91,7 @@ class StepCountedTwice(Adapter):
     cause=Cause.WRONG_HYPERPARAMETER,
     case="mlp/checkpoint/kind=full,options=default",
     bugs=("pytorch/torchtitan#4598", "pytorch/pytorch#140900"),
+    world=1,
 )
 class LearningRateNotLoaded(Adapter):
     """A load keeps the learning rate of the fresh optimizer."""

@@ -67,6 +67,7 @@ class GradientDefect(Adapter):
     cause=Cause.DTYPE_ROUND_TRIP,
     case=TRAIN,
     bugs=("pytorch/pytorch#106395", "pytorch/pytorch#186998"),
+    world=1,
 )
 class ReducedInBfloat16(GradientDefect):
     """Gradients are reduced in bfloat16 although float32 was asked for, and come in float32."""
@@ -85,6 +86,7 @@ class ReducedInBfloat16(GradientDefect):
         "deepspeedai/DeepSpeed#7965",
         "deepspeedai/DeepSpeed#8061",
     ),
+    world=1,
 )
 class GradientsFromFreedMemory(GradientDefect):
     """A gradient is read from memory that was given back: one element is not a number."""
@@ -99,6 +101,7 @@ class GradientsFromFreedMemory(GradientDefect):
     cause=Cause.ZERO,
     case=TRAIN,
     bugs=("pytorch/pytorch#144045",),
+    world=1,
 )
 class SmallParametersDoNotTrain(GradientDefect):
     """A parameter of a few elements has a zero gradient."""
@@ -129,6 +132,7 @@ class ForwardOfInnerModule(Adapter):
     cause=Cause.DTYPE_ROUND_TRIP,
     case=TRAIN,
     bugs=("huggingface/accelerate#3979",),
+    world=1,
 )
 class MasterWeightsInBfloat16(Adapter):
     """The weights that the optimizer steps are in bfloat16: small updates vanish."""
@@ -146,6 +150,7 @@ class MasterWeightsInBfloat16(Adapter):
     cause=Cause.EXCEPTION,
     case=TRAIN,
     bugs=("facebookresearch/fairscale#710", "pytorch/pytorch#104504"),
+    world=1,
 )
 class TrainingFailsAfterEvaluation(Adapter):
     """The first training step after an evaluation raises on all ranks."""
@@ -186,6 +191,7 @@ class Poisoned(Adapter):
     cause=Cause.NON_FINITE,
     case=TRAIN,
     bugs=("NVIDIA-NeMo/Automodel#1527",),
+    world=1,
 )
 class ParameterLeftUninitialised(Poisoned):
     """A parameter that the model's own initialisation misses keeps what was in its memory."""
@@ -200,6 +206,7 @@ class ParameterLeftUninitialised(Poisoned):
     cause=Cause.NON_FINITE,
     case="batchnorm/train/optimizer=sgd",
     bugs=("hiyouga/LlamaFactory#10820",),
+    world=1,
 )
 class BufferLeftUninitialised(Poisoned):
     """A buffer that no state dict holds keeps what was in its memory."""

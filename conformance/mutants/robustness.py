@@ -19,6 +19,7 @@ from conformance.mutants.registry import mutant
     case="mlp/two_forwards",
     base="torch.fully_shard",
     bugs=("facebookresearch/fairscale#780", "pytorch/pytorch#136861"),
+    world=1,
 )
 class SecondBackwardReplaces(Adapter):
     """The second backward's gradients take the place of the first's."""
@@ -31,7 +32,7 @@ class SecondBackwardReplaces(Adapter):
         super().backward(w, loss)
 
 
-@mutant(check="eval.unchanged", cause=Cause.CHANGED_BY_EVAL, case="batchnorm/eval_first")
+@mutant(check="eval.unchanged", cause=Cause.CHANGED_BY_EVAL, case="batchnorm/eval_first", world=1)
 class EvaluationInTrainingMode(Adapter):
     """Evaluation runs in training mode and moves the running statistics."""
 
@@ -46,6 +47,7 @@ class EvaluationInTrainingMode(Adapter):
     cause=Cause.CHANGED_BY_EVAL,
     case="mlp/eval_first",
     bugs=("PsycheFoundation/nousnet#285",),
+    world=1,
 )
 class EvaluationRoundsParameters(Adapter):
     """Evaluation casts parameters to bfloat16 and back."""
@@ -59,7 +61,7 @@ class EvaluationRoundsParameters(Adapter):
         return loss
 
 
-@mutant(check="gradients.value", cause=Cause.NOT_DROPPED, case="mlp/dropped_gradients")
+@mutant(check="gradients.value", cause=Cause.NOT_DROPPED, case="mlp/dropped_gradients", world=1)
 class DroppedGradientsReturn(Adapter):
     """While gradients wait unreduced, the reduced ones are kept where `zero_grad` does not look."""
 

@@ -26,6 +26,7 @@ BUFFERS = "batchnorm/checkpoint/kind=full,options=explicit"
     cause=Cause.DTYPE_ROUND_TRIP,
     case=FULL,
     bugs=("pytorch/pytorch#83068",),
+    world=1,
 )
 class SaveRoundsParameters(Adapter):
     """Saving leaves the parameters in the precision that the file has."""
@@ -45,6 +46,7 @@ class SaveRoundsParameters(Adapter):
     cause=Cause.WRONG_DTYPE,
     case=BUFFERS,
     bugs=("facebookresearch/fairscale#427",),
+    world=1,
 )
 class SaveCastsCounters(Adapter):
     """Saving a state turns the integer buffers of the model into floating ones."""
@@ -83,6 +85,7 @@ class AfterOptimizerState(Adapter):
     cause=Cause.WRONG_STEP_COUNT,
     case=FULL,
     bugs=("NVIDIA/Megatron-LM#5974",),
+    world=1,
 )
 class SaveCountsAStep(AfterOptimizerState):
     """Making an optimizer state counts as a step, as a step with zero gradients would."""
@@ -93,7 +96,7 @@ class SaveCountsAStep(AfterOptimizerState):
             state["step"] += 1
 
 
-@mutant(check="save.unchanged", cause=Cause.WRONG_HYPERPARAMETER, case=FULL)
+@mutant(check="save.unchanged", cause=Cause.WRONG_HYPERPARAMETER, case=FULL, world=1)
 class SaveLeavesRateZero(AfterOptimizerState):
     """The learning rate that a save sets to zero, so that its step moves nothing, stays there."""
 
@@ -108,6 +111,7 @@ class SaveLeavesRateZero(AfterOptimizerState):
     cause=Cause.STALE,
     case=FULL,
     bugs=("pytorch/pytorch#117421",),
+    world=1,
 )
 class ForwardUsesWeightsOfBefore(Adapter):
     """The first forward after a load computes with the weights of before it."""
@@ -135,7 +139,7 @@ def _set(w: Wrapped, values: list[Tensor]) -> None:
         parameter.data = value
 
 
-@mutant(check="resume.model", cause=Cause.NOT_LOADED, case=FULL)
+@mutant(check="resume.model", cause=Cause.NOT_LOADED, case=FULL, world=1)
 class MasterWeightsOverwriteLoad(Adapter):
     """Loading the optimizer's state puts its own copy of the weights into the model."""
 
@@ -175,6 +179,7 @@ class BuffersOfRankOneLoaded(Adapter):
     cause=Cause.WRONG_HYPERPARAMETER,
     case=FULL,
     bugs=("pytorch/pytorch#140900",),
+    world=1,
 )
 class UnknownOptionsDroppedByLoad(Adapter):
     """A load drops what the fresh optimizer's parameter groups do not have."""
@@ -192,6 +197,7 @@ class UnknownOptionsDroppedByLoad(Adapter):
     check="resume.optimizer",
     cause=Cause.UNEXPECTED_KEY,
     case="frozen/checkpoint/kind=full,options=default",
+    world=1,
 )
 class FrozenGetStateOnLoad(Adapter):
     """A load gives a state of zeros to parameters that do not train."""
@@ -210,6 +216,7 @@ class FrozenGetStateOnLoad(Adapter):
     case=SHARDED,
     base=FSDP2,
     bugs=("pytorch/pytorch#54736",),
+    world=1,
 )
 class MomentsExchangedByLoad(Adapter):
     """Loading a sharded optimizer state puts each moment where the other belongs."""
@@ -221,7 +228,7 @@ class MomentsExchangedByLoad(Adapter):
             held["exp_avg"], held["exp_avg_sq"] = held["exp_avg_sq"], held["exp_avg"]
 
 
-@mutant(check="resume.model", cause=Cause.NOT_LOADED, case=SHARDED, base=FSDP2)
+@mutant(check="resume.model", cause=Cause.NOT_LOADED, case=SHARDED, base=FSDP2, world=1)
 class ShardedLoadIntoACopy(Adapter):
     """A sharded state is loaded into tensors that the model does not hold."""
 
@@ -267,7 +274,7 @@ class LocalMomentsZeroAfterLoad(Adapter):
             value.zero_()
 
 
-@mutant(check="resume.model", cause=Cause.ALIASED, case=DIRECTORY, base=FSDP2)
+@mutant(check="resume.model", cause=Cause.ALIASED, case=DIRECTORY, base=FSDP2, world=1)
 class DirectoryWrittenLate(Adapter):
     """A save in the background reads the tensors when training has gone on."""
 
@@ -281,7 +288,7 @@ class DirectoryWrittenLate(Adapter):
         super().load(w, directory)
 
 
-@mutant(check="resume.optimizer", cause=Cause.NOT_LOADED, case=DIRECTORY, base=FSDP2)
+@mutant(check="resume.optimizer", cause=Cause.NOT_LOADED, case=DIRECTORY, base=FSDP2, world=1)
 class DirectoryWithoutOptimizer(Adapter):
     """A checkpoint directory brings back the model, and the optimizer's state is left fresh."""
 
@@ -318,6 +325,7 @@ class ShardsOfADirectoryExchanged(Adapter):
     cause=Cause.ZERO,
     case=DIRECTORY,
     base=FSDP2,
+    world=1,
 )
 class SaveEmptiesMoments(Adapter):
     """Moments that are moved to the file are not moved back."""

@@ -51,6 +51,7 @@ def first_of(state: Mapping[str, Any]) -> dict[str, Any]:
     cause=Cause.PERMUTED,
     case=FULL,
     bugs=("pytorch/pytorch#54736",),
+    world=1,
 )
 class MomentsExchangedInState(OptimizerStateDefect):
     """The two moments of a parameter are saved under each other's name."""
@@ -67,6 +68,7 @@ class MomentsExchangedInState(OptimizerStateDefect):
     cause=Cause.WRONG_DTYPE,
     case=FULL,
     bugs=("databricks/flashoptim#3",),
+    world=1,
 )
 class MomentSavedInShortDtype(OptimizerStateDefect):
     """A moment is saved in bfloat16."""
@@ -83,6 +85,7 @@ class MomentSavedInShortDtype(OptimizerStateDefect):
     cause=Cause.WRONG_STEP_COUNT,
     case=FULL,
     bugs=("NVIDIA/Megatron-LM#5974",),
+    world=1,
 )
 class StepResetInState(OptimizerStateDefect):
     """The step count is saved as that of a fresh optimizer."""
@@ -98,6 +101,7 @@ class StepResetInState(OptimizerStateDefect):
     cause=Cause.MISSING_KEY,
     case=FULL,
     bugs=("huggingface/accelerate#3971",),
+    world=1,
 )
 class StepLostFromState(OptimizerStateDefect):
     """What is no element-wise tensor is not saved: the step count."""
@@ -115,6 +119,7 @@ class StepLostFromState(OptimizerStateDefect):
     case=SHARDED,
     base=FSDP2,
     bugs=("pytorch/pytorch#117399",),
+    world=1,
 )
 class WrapperPrefixInOptimizerKeys(OptimizerStateDefect):
     """A wrapper's own module name stays in the names of the optimizer state."""
@@ -130,6 +135,7 @@ class WrapperPrefixInOptimizerKeys(OptimizerStateDefect):
     check="optim_state.keys",
     cause=Cause.UNEXPECTED_KEY,
     case="frozen/checkpoint/kind=full,options=default",
+    world=1,
 )
 class FrozenGetStateOnSave(Adapter):
     """Saving invents a state of zeros for parameters that do not train."""
@@ -152,6 +158,7 @@ class FrozenGetStateOnSave(Adapter):
     cause=Cause.WRONG_HYPERPARAMETER,
     case=FULL,
     bugs=("pytorch/pytorch#140900",),
+    world=1,
 )
 class OptionLostFromState(OptimizerStateDefect):
     """What a scheduler keeps in a parameter group is not saved."""
@@ -168,6 +175,7 @@ class OptionLostFromState(OptimizerStateDefect):
     cause=Cause.WRONG_HYPERPARAMETER,
     case=FULL,
     bugs=("pytorch/torchtitan#4598",),
+    world=1,
 )
 class RateOfTheStartInState(OptimizerStateDefect):
     """Tensors are saved as they are, the learning rate as it was at the start."""
@@ -248,6 +256,7 @@ class PieceOfOtherRank(PieceDefect):
     case=SHARDED,
     base=FSDP2,
     bugs=("pytorch/pytorch#129229",),
+    world=1,
 )
 class PiecesCutOneRowLate(PieceDefect):
     """Pieces of a sharded model state start one row after the place that they name."""
@@ -315,6 +324,7 @@ class MomentPieceOfOtherRank(OptimizerStateDefect):
     cause=Cause.STALE,
     case="transformer/checkpoint/kind=full,options=default",
     bugs=("deepspeedai/DeepSpeed#1945",),
+    world=1,
 )
 class TiedSavedTwice(Adapter):
     """A tied weight is saved once for each name, under one of them as it was when wrapped."""

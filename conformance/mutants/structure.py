@@ -18,6 +18,7 @@ from conformance.mutants.registry import mutant
     cause=Cause.UNTIED,
     case="transformer/train/optimizer=sgd",
     bugs=("deepspeedai/DeepSpeed#1945",),
+    world=1,
 )
 class UntiedAtBuild(Adapter):
     """Wrapping gives the second name of a tied weight a copy of its own."""
@@ -32,7 +33,9 @@ class UntiedAtBuild(Adapter):
         return super().build(model, make_optimizer, config)
 
 
-@mutant(check="frozen.kept", cause=Cause.FROZEN_CHANGED, case="frozen/train/optimizer=adamw")
+@mutant(
+    check="frozen.kept", cause=Cause.FROZEN_CHANGED, case="frozen/train/optimizer=adamw", world=1
+)
 class DecayMovesFrozen(Adapter):
     """Weight decay does not look at ``requires_grad``."""
 
@@ -46,7 +49,9 @@ class DecayMovesFrozen(Adapter):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
 
 
-@mutant(check="frozen.kept", cause=Cause.UNEXPECTED_GRADIENT, case="frozen/train/optimizer=sgd")
+@mutant(
+    check="frozen.kept", cause=Cause.UNEXPECTED_GRADIENT, case="frozen/train/optimizer=sgd", world=1
+)
 class FrozenHoldsGradient(Adapter):
     """Frozen parameters are given a zero gradient."""
 
@@ -63,6 +68,7 @@ class FrozenHoldsGradient(Adapter):
     cause=Cause.CONVENTION_BROKEN,
     case="unused/unused/optimizer=adamw",
     bugs=("facebookresearch/fairscale#605", "pytorch/pytorch#174862"),
+    world=1,
 )
 class ZeroGradientForUnused(Adapter):
     """Parameters that no rank used get a zero gradient, and decay."""
@@ -80,6 +86,7 @@ class ZeroGradientForUnused(Adapter):
     cause=Cause.CONVENTION_BROKEN,
     case="unused/unused/optimizer=sgd",
     bugs=("pytorch/pytorch#128949",),
+    world=1,
 )
 class UnusedDecay(Adapter):
     """Parameters that no rank used hold no gradient, and the optimizer moves them all the same."""

@@ -22,7 +22,9 @@ class SummedNotAveraged(Adapter):
         super().backward(w, loss * dist.get_world_size())
 
 
-@mutant(check="gradients.value", cause=Cause.OFF_BY_ONE_SHARD, case="mlp/train/optimizer=sgd")
+@mutant(
+    check="gradients.value", cause=Cause.OFF_BY_ONE_SHARD, case="mlp/train/optimizer=sgd", world=1
+)
 class RowsShiftedByOne(Adapter):
     """The rows of reduced gradients are shifted by one."""
 
@@ -54,6 +56,7 @@ class NeverReduced(Adapter):
     cause=Cause.WRONG_STEP_COUNT,
     case="mlp/train/optimizer=adamw",
     bugs=("NVIDIA/Megatron-LM#5974",),
+    world=1,
 )
 class WarmUpAdvancesOptimizer(Adapter):
     """Optimizer state is materialised by a step that counts: the first real one is too small."""
@@ -73,7 +76,7 @@ class WarmUpAdvancesOptimizer(Adapter):
         return w
 
 
-@mutant(check="losses.value", cause=Cause.STALE, case="mlp/train/optimizer=sgd")
+@mutant(check="losses.value", cause=Cause.STALE, case="mlp/train/optimizer=sgd", world=1)
 class ForwardWithStaleParameters(Adapter):
     """Forward uses the parameters of the step before."""
 
@@ -93,7 +96,7 @@ class ForwardWithStaleParameters(Adapter):
         super().optimizer_step(w)
 
 
-@mutant(check="losses.value", cause=Cause.STALE, case="mlp/eval_in_step")
+@mutant(check="losses.value", cause=Cause.STALE, case="mlp/eval_in_step", world=1)
 class ForwardWithParametersOfAnEvaluation(Adapter):
     """What an evaluation has gathered serves the next forward too, although a step was made."""
 
@@ -121,7 +124,7 @@ class ForwardWithParametersOfAnEvaluation(Adapter):
         super().optimizer_step(w)
 
 
-@mutant(check="losses.value", cause=Cause.STALE, case="mlp/eval_in_step")
+@mutant(check="losses.value", cause=Cause.STALE, case="mlp/eval_in_step", world=1)
 class ForwardWithParametersOfAnUnfinishedOne(ForwardWithParametersOfAnEvaluation):
     """What a forward has gathered serves the next one, unless its backward came in between."""
 
@@ -141,7 +144,7 @@ class ForwardWithParametersOfAnUnfinishedOne(ForwardWithParametersOfAnEvaluation
         super().backward(w, loss)
 
 
-@mutant(check="parameters.end", cause=Cause.STALE, case="mlp/train/optimizer=sgd")
+@mutant(check="parameters.end", cause=Cause.STALE, case="mlp/train/optimizer=sgd", world=1)
 class LastStepLost(Adapter):
     """The sixth optimizer step does not reach the parameters."""
 

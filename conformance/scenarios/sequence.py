@@ -129,7 +129,9 @@ ACTS: Mapping[str, Act] = {
     "i": Act(do=Course.interrupt, needs=frozenset({"gradients"})),
     "m": Act(do=Course.measure, needs=frozenset({"gradients"})),
     "d": Act(do=Course.drop, needs=frozenset({"gradients"})),
-    "n": Act(do=Course.drop_unreduced, needs=frozenset({"no_sync", "gradients"})),
+    "n": Act(
+        do=Course.drop_unreduced, needs=frozenset({"no_sync", "no_sync.dropped", "gradients"})
+    ),
     "w": Act(do=Course.train_on_two, needs=frozenset({"two_forwards", "gradients"})),
 }
 

@@ -146,6 +146,15 @@ def test_local_states_hold_each_element_once(elements: int, expected: Cause) -> 
     assert cause("state_dict.pieces", told) is expected
 
 
+def test_where_every_rank_has_all_nothing_is_cut() -> None:
+    told = story("local")
+    told.wrong[0, "model_state_elements", "{}"] = told.wrong[1, "model_state_elements", "{}"] = 0
+    assert cause("state_dict.pieces", told) is not None
+    told.replicas = 2
+    with pytest.raises(AssertionError, match="has compared nothing"):
+        cause("state_dict.pieces", told)
+
+
 MOMENTS: list[tuple[Defect, Cause]] = [
     (lambda p: {**p, MOMENT: moments()["body/exp_avg_sq"][:2]}, Cause.PERMUTED),
     (lambda p: {**p, MOMENT: moments()["body/exp_avg"][2:]}, Cause.OTHER_RANK),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,18 @@ class Returns(Adapter):
         return self.stepped
 
 
-def run(adapter: Adapter, folder: Path) -> Run:
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[HistoryWriter]:
+    with closing(HistoryWriter(tmp_path, 0, {})) as opened:
+        yield opened
+
+
+def run(adapter: Adapter, writer: HistoryWriter, folder: Path) -> Run:
     return Run(
         adapter=adapter,
         case=Case.of("mlp", "train"),
         model=model_case("mlp"),
-        writer=HistoryWriter(folder, 0, {}),
+        writer=writer,
         batch=lambda step, micro: None,
         device=torch.device("cpu"),
         world=1,
@@ -54,17 +62,19 @@ def run(adapter: Adapter, folder: Path) -> Run:
     ],
     ids=str,
 )
-def test_build_returns_a_wrapped(tmp_path: Path, built: object, shown: str) -> None:
+def test_build_returns_a_wrapped(
+    writer: HistoryWriter, tmp_path: Path, built: object, shown: str
+) -> None:
     with pytest.raises(TypeError) as raised:
-        run(Returns(built), tmp_path).build()
+        run(Returns(built), writer, tmp_path).build()
     assert str(raised.value) == (
         f"Returns.build() returned {shown}, expected a conformance.Wrapped: end it with"
         " `return Wrapped(module=..., optimizer=...)`"
     )
 
 
-def test_step_returns_a_step_result(tmp_path: Path) -> None:
-    trained = run(Returns(Wrapped, stepped=torch.zeros(())), tmp_path)
+def test_step_returns_a_step_result(writer: HistoryWriter, tmp_path: Path) -> None:
+    trained = run(Returns(Wrapped, stepped=torch.zeros(())), writer, tmp_path)
     wrapped = trained.build()
     with pytest.raises(TypeError) as raised:
         trained.train_step(wrapped, 0)

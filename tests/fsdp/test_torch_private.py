@@ -49,6 +49,7 @@ ELSEWHERE: dict[str, tuple[object, str]] = {
     "_flatten": (DeviceMesh, "meshes alone"),
     "_foreach_add_": (torch, "operators like any other, with an underscore"),
     "_foreach_copy_": (torch, "operators like any other, with an underscore"),
+    "_foreach_mul_": (torch, "operators like any other, with an underscore"),
     "_is_profiler_enabled": (torch.autograd.profiler, "a plain flag"),
     "_is_view": (torch.Tensor, "a plain question"),
     "_make_subclass": (torch.Tensor, "for the subclass of tensors in that module"),

@@ -57,7 +57,7 @@ def test_a_mutant_is_killed_only_by_its_check_first_with_its_cause(
 
 
 def test_a_world_that_is_too_small_is_said_and_nothing_runs(tmp_path: Path) -> None:
-    results = diagonal(Setting(world=1, directory=tmp_path), [ROW])
+    results = diagonal(Setting(world=1, directory=tmp_path), [replace(ROW, world=2)])
     assert [result.kill for result in results] == [Kill.WORLD_TOO_SMALL]
     assert list(tmp_path.iterdir()) == []
 

@@ -95,7 +95,9 @@ def test_a_group_of_several_backends_loads_from_either_memory() -> None:
 
 
 def _offloaded_on_host(context: RankContext) -> bool:
-    model = cells.wrap(cells.plain(), cpu_offload=CPUOffload(offload_params=True))
+    host = torch.device("cpu")  # else the accelerator computes
+    offload = CPUOffload(offload_params=True)
+    model = cells.wrap(cells.plain(), cpu_offload=offload, device_id=host)
     for kind in cells.KINDS.values():
         state = cells.saved(model, kind)
         held = [each for value in state.values() for each in cells.held(value)]
