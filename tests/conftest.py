@@ -24,7 +24,7 @@ MATRICES = {
     *("test_torch_wrappers", "test_covering"),
 }
 """Folders, and files in others."""
-STANDING_FOR_ALL = 3
+STANDING_FOR_ALL = 2
 STRIDES = (1, 3, 5, 7, 11, 13, 17, 23, 31, 47, 71, 101, 151, 227, 347, 521)
 
 

@@ -45,6 +45,7 @@ def test_a_planted_defect_is_found_and_named(found: subprocess.CompletedProcess[
     assert not found.stderr
 
 
+@pytest.mark.long
 def test_its_repro_line_repeats_it(tmp_path: Path, found: subprocess.CompletedProcess[str]) -> None:
     line = next(x.strip() for x in found.stdout.splitlines() if " repro " in x)
     again = command(tmp_path, *shlex.split(line)[1:])

@@ -105,7 +105,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("ranks", "wanted"), [("", "3"), ("1", "2"), ("2", "1")])
+@pytest.mark.parametrize(
+    ("ranks", "wanted"), [("", "3"), pytest.param("1", "2", marks=pytest.mark.long), ("2", "1")]
+)
 def test_pytest_starts_the_workers_that_the_project_asks_for(
     project: Path, monkeypatch, ranks: str, wanted: str
 ) -> None:
