@@ -48,7 +48,8 @@ def weigh(
         judge: judges the baseline's item; called only if a comparison failed.
     """
     failed = {f.check for f in findings if f.verdict is Verdict.FAIL and f.cause != Cause.EXCEPTION}
-    same = None if item.subject.adapter == CONTROL.adapter else _same_case(item, failed)
+    asks = bool(failed) and item.subject.adapter != CONTROL.adapter
+    same = _same_case(item, failed) if asks else None
     if same is None:
         return list(findings)
     baseline = {f.check: f for f in judge(same) if f.verdict in BAD}
@@ -56,7 +57,7 @@ def weigh(
 
 
 def _same_case(item: Item, failed: set[str]) -> Item | None:
-    """The baseline's item of the same case; ``None`` if nothing failed or it cannot be asked."""
+    """The baseline's item of the same case; ``None`` if it cannot be asked."""
     checks = [check for check in item.planned.checks if check.id in failed]
     capabilities = make_adapter(CONTROL.adapter)[0].capabilities
     case = item.planned.case

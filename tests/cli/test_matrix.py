@@ -28,8 +28,11 @@ from tests.cli.literal import ADAPTER, CASE, finding
 CHOSEN = [CHECKS["losses.value"], CHECKS["gradients.value"]]
 
 
-def item(role: Role = Role.JUDGED, probe: Sequence[str] = ()) -> Item:
-    planned = planned_again(CASE, probe, CHOSEN)
+SEQUENCE = "drawn:1.1/sequence/accumulation=1,acts=css,optimizer=sgd"
+
+
+def item(role: Role = Role.JUDGED, probe: Sequence[str] = (), case: str = CASE) -> Item:
+    planned = planned_again(case, probe, CHOSEN)
     return Item(subject=Subject(adapter=ADAPTER), planned=planned, role=role)
 
 
@@ -48,20 +51,21 @@ def matrix(**fields: object) -> Matrix:
 WRONG = finding("FAIL", "losses.value", cause=Cause.STALE, sentence="loss is stale")
 
 
-def weighed(found: Finding, of_control: str) -> Finding:
+def weighed(found: Finding, of_control: str, case: str = CASE) -> Finding:
     asked: list[Item] = []
 
     def judge(same: Item) -> list[Finding]:
         asked.append(same)
         return [finding(of_control, "losses.value", adapter=same.subject.adapter)]
 
-    (result,) = weigh(item(), [found], judge)
-    assert [str(one.planned.case) for one in asked] == [CASE] * len(asked)
+    (result,) = weigh(item(case=case), [found], judge)
+    assert [str(one.planned.case) for one in asked] == [case] * len(asked)
     return result
 
 
-def test_a_failure_that_the_baseline_shares_is_an_error_of_ours() -> None:
-    result = weighed(WRONG, "FAIL")
+@pytest.mark.parametrize("case", [CASE, SEQUENCE])
+def test_a_failure_that_the_baseline_shares_is_an_error_of_ours(case: str) -> None:
+    result = weighed(WRONG, "FAIL", case)
     assert result.verdict is Verdict.ERROR
     assert result.sentence.startswith("torch.DistributedDataParallel fails here too")
     assert result.sentence.endswith("loss is stale")
@@ -71,16 +75,22 @@ def test_a_failure_that_the_baseline_does_not_share_stays() -> None:
     assert weighed(WRONG, "PASS") == WRONG
 
 
+def test_the_baseline_is_not_asked_for_what_it_does_not_claim() -> None:
+    claimed_by_none = SEQUENCE.replace("css", "wss")  # two forwards before two backwards
+    assert weighed(WRONG, "FAIL", claimed_by_none) == WRONG
+
+
 @pytest.mark.parametrize(
     "found",
     [finding("PASS"), finding("HANG", cause=Cause.HUNG), finding("FAIL", cause=Cause.EXCEPTION)],
     ids=lambda found: str(found.verdict),
 )
-def test_the_baseline_is_asked_only_about_wrong_results(found: Finding) -> None:
+@pytest.mark.parametrize("case", [CASE, SEQUENCE])
+def test_the_baseline_is_asked_only_about_wrong_results(found: Finding, case: str) -> None:
     def never(same: Item) -> list[Finding]:
         pytest.fail(f"asked about {same}")
 
-    assert weigh(item(), [found], never) == [found]
+    assert weigh(item(case=case), [found], never) == [found]
 
 
 # -- power ------------------------------------------------------------------------------------
