@@ -14,7 +14,7 @@ from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
 from conformance.checks.names import key_text, one_sided
 from conformance.checks.optimizer import compare_steps, is_value
 from conformance.checks.registry import check
-from conformance.checks.saving import SAVED
+from conformance.checks.saving import SAVED, held_when_saved
 from conformance.checks.training import parameter_suspects
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
@@ -106,10 +106,7 @@ def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
     for rank in range(evidence.world):
         for seen in evidence.expected("bare", rank):
             got = evidence.history.get(rank, "bare")
-            held = {
-                **evidence.history.get(rank, "buffers", **SAVED),
-                **evidence.history.get(rank, "parameters", **SAVED),
-            }
+            held = held_when_saved(evidence, rank)
             for key, expected in seen.value.items():
                 if key not in got or key not in held:
                     ledger.hold(

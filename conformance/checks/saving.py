@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, place
 from conformance.checks.names import one_sided
@@ -12,6 +14,12 @@ from conformance.scenarios.checkpoint import STEPS_BEFORE
 
 SAVED = {"step": STEPS_BEFORE - 1}
 """Where the last observation before the save was made."""
+
+
+def held_when_saved(evidence: Evidence, rank: int) -> dict[str, Any]:
+    """Buffers and parameters of a rank, by name, as they were before the save."""
+    get = evidence.history.get
+    return {**get(rank, "buffers", **SAVED), **get(rank, "parameters", **SAVED)}
 
 
 @check("save.unchanged", profile="checkpoint", scenarios=frozenset({"checkpoint"}))

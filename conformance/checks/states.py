@@ -17,7 +17,7 @@ from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.names import one_sided
 from conformance.checks.optimizer import compare_options, is_value
 from conformance.checks.registry import check
-from conformance.checks.saving import SAVED
+from conformance.checks.saving import SAVED, held_when_saved
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
@@ -44,10 +44,7 @@ def state_dict_pieces(evidence: Evidence, ledger: Ledger) -> None:
         return
     for rank in range(evidence.world):
         for seen in evidence.expected("model_state_pieces", rank):
-            held = {
-                **evidence.history.get(rank, "buffers", **SAVED),
-                **evidence.history.get(rank, "parameters", **SAVED),
-            }
+            held = held_when_saved(evidence, rank)
             for key, piece in named_pieces(evidence.history.get(rank, seen.what)):
                 if key in held:  # `state_dict.keys` looks at the others
                     compare_piece(ledger, seen, rank, key, piece, as_tensor(held[key]))

@@ -102,16 +102,7 @@ def two_forwards(run: Run) -> None:
         run.observe_built(w)
     for step in range(2):
         with run.phase(f"step {step}"):
-            seen = run.watch(w, step)
-            run.mark(f"step {step}/both")
-            losses = [run.adapter.forward(w, run.batch(step, i), run.model.loss) for i in (0, 1)]
-            for micro, loss in enumerate(losses):
-                run.writer.write("loss", loss.detach(), step=step, micro=micro)
-                run.adapter.backward(w, loss / 2)
-            seen("gradients")
-            run.observe_gradients(seen, step)
-            run.adapter.optimizer_step(w)
-            run.adapter.zero_grad(w)
+            run.train_on_two(w, step)
             with run.side_door():
                 run.writer.write("parameters", run.adapter.full_parameters(w), step=step)
 

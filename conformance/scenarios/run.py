@@ -212,6 +212,19 @@ class Run:
             self.writer.write("clipped", seen.clipped, step=step)
         self.observe_state(w, step)
 
+    def train_on_two(self, w: Wrapped, step: int) -> None:
+        """Two forwards, then two backwards, then an optimizer step; the state is not observed."""
+        seen = self.watch(w, step)
+        self.mark(f"step {step}/both")
+        losses = [self.adapter.forward(w, self.batch(step, i), self.model.loss) for i in (0, 1)]
+        for micro, loss in enumerate(losses):
+            self.writer.write("loss", loss.detach(), step=step, micro=micro)
+            self.adapter.backward(w, loss / 2)
+        seen("gradients")
+        self.observe_gradients(seen, step)
+        self.adapter.optimizer_step(w)
+        self.adapter.zero_grad(w)
+
     def watch(self, w: Wrapped, step: int) -> Watch:
         """The observer of one step."""
         return Watch(run=self, wrapped=w, step=step)

@@ -83,16 +83,7 @@ class Course:
         """Two forwards, then two backwards, then an optimizer step."""
         run, w, step = self.run, self.w, self.step
         with run.phase(f"step {step}"):
-            seen = run.watch(w, step)
-            run.mark(f"step {step}/both")
-            losses = [run.adapter.forward(w, run.batch(step, i), run.model.loss) for i in (0, 1)]
-            for micro, loss in enumerate(losses):
-                run.writer.write("loss", loss.detach(), step=step, micro=micro)
-                run.adapter.backward(w, loss / 2)
-            seen("gradients")
-            run.observe_gradients(seen, step)
-            run.adapter.optimizer_step(w)
-            run.adapter.zero_grad(w)
+            run.train_on_two(w, step)
             run.observe_state(w, step)
         run.before_optimizer = None
         self.step += 1

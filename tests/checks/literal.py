@@ -236,3 +236,12 @@ def cause(check: str, story: Story) -> Cause | None:
     """The cause that `check` states; ``None`` if it holds."""
     first = first_mismatch(check, story)
     return None if first is None else first.cause
+
+
+def kinds_judged(check: str) -> set[str]:
+    """The kinds of saved state of which `check` says something."""
+    return {
+        kind
+        for kind in ("full", "sharded", "local", "save")
+        if CHECKS[check].applies(Case.of("literal", "checkpoint", kind=kind), MODEL)
+    }

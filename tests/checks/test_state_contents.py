@@ -11,8 +11,7 @@ from torch import Tensor
 
 from conformance.case import Case
 from conformance.causes import Cause
-from conformance.checks import CHECKS as REGISTERED
-from tests.checks.literal import MODEL, Net, Story, cause, first_mismatch
+from tests.checks.literal import Net, Story, cause, first_mismatch, kinds_judged
 
 SAVED = {"step": 1}
 RATE = {"lr": 0.05, "initial_lr": 0.1, "betas": [0.9, 0.99]}
@@ -319,9 +318,4 @@ def test_what_counts_is_what_the_wrapper_held_not_the_oracle() -> None:
     ],
 )
 def test_a_check_applies_to_the_kinds_that_it_can_judge(check: str, kinds: set[str]) -> None:
-    judged = {
-        kind
-        for kind in ("full", "sharded", "local", "save")
-        if REGISTERED[check].applies(Case.of("literal", "checkpoint", kind=kind), MODEL)
-    }
-    assert judged == kinds
+    assert kinds_judged(check) == kinds
