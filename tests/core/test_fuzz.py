@@ -83,6 +83,9 @@ def test_several_deviations_are_told_apart() -> None:
     assert set(found) == {"frozen.kept", "gradients.value", "resume.model"}
     assert found["frozen.kept"].item.planned.case.model in ("drawn:1.(1)f.1", "drawn:1.(1)fr.1")
     assert found["resume.model"].item.planned.case.scenario == "checkpoint"
+    for check, deviation in found.items():  # none has become another one while it was made smaller
+        first_met = next(more["check"] for word, more in rules if word in deviation.met)
+        assert first_met == check
 
 
 def test_an_exception_is_another_one_if_it_says_something_else() -> None:
