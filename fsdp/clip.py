@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 _EPSILON = 1e-6
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 def clip_sharded(
-    sharded: Mapping[dist.ProcessGroup, Sequence[nn.Parameter]],
+    sharded: Mapping[Groups, Sequence[torch.Tensor]],
     replicated: Sequence[nn.Parameter],
     max_norm: float,
     norm_type: float,
@@ -23,7 +24,8 @@ def clip_sharded(
     """Scale all gradients so that their norm over all ranks is ``max_norm`` at most.
 
     Args:
-        sharded: by group, parameters of which each rank of the group has other elements.
+        sharded: gradients of which each rank has other elements, by the groups over which they
+            are spread: over one, or cut twice over two.
         replicated: parameters that every rank has whole; they count once.
         max_norm: the bound.
         norm_type: p of the p-norm; inf for the largest element.
@@ -32,20 +34,20 @@ def clip_sharded(
     Returns:
         The norm before, in the widest dtype of the gradients.
 
-    *Collective*: one all-reduce of one number per group, on ranks without gradients as well.
+    *Collective*: one all-reduce of one number per group of each key, on ranks without gradients as
+    well.
     """
     if not sharded:
         return nn.utils.clip_grad_norm_(replicated, max_norm, norm_type)
-    gradients = [_gradients(params) for params in sharded.values()]
-    own = _gradients(replicated)
+    own = [param.grad for param in replicated if param.grad is not None]
     parts = []
-    for group, local in zip(sharded, gradients, strict=True):
+    for groups, local in sharded.items():
         part = norm_of(local, norm_type, device)
-        if math.isinf(norm_type):
-            dist.all_reduce(part, op=dist.ReduceOp.MAX, group=group)
-        else:
+        largest = math.isinf(norm_type)
+        if not largest:
             part = part**norm_type
-            dist.all_reduce(part, group=group)
+        for group in groups:
+            dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
         parts.append(part)
     if replicated:
         part = norm_of(own, norm_type, device)
@@ -54,7 +56,7 @@ def clip_sharded(
         total = torch.stack(parts).amax()
     else:
         total = torch.stack(parts).sum() ** (1.0 / norm_type)
-    everything = [*(g for local in gradients for g in local), *own]
+    everything = [*(g for local in sharded.values() for g in local), *own]
     _scale(everything, total, max_norm)
     return _as_promoted(total, everything)
 
@@ -81,10 +83,6 @@ def _alike(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     for gradient in gradients:
         found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return list(found.values())
-
-
-def _gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [param.grad for param in params if param.grad is not None]
 
 
 def _scale(gradients: Sequence[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:

@@ -113,7 +113,7 @@ def check_mesh(mesh: Any) -> None:
         group = isinstance(mesh, torch.distributed.ProcessGroup)
         remedy = "make one with DeviceMesh.from_group" if group else "make one by init_device_mesh"
         raise _wrong("mesh", mesh, "a DeviceMesh", remedy)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     if mesh.device_type not in here:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -18,9 +19,8 @@ from fsdp.empty_shard import EmptyShard
 from fsdp.engine.exposure import CutShard
 from fsdp.engine.layout import Extent, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
-from fsdp.engine.param import FSDPParam, ParamModuleInfo, install_all, uid_of
+from fsdp.engine.param import WHOLE, FSDPParam, ParamModuleInfo, install_all, uid_of
 from fsdp.engine.torch_private import (
-    AsyncCollectiveTensor,
     DTensorSpec,
     dtensor_of,
     local_tensor,
@@ -30,7 +30,10 @@ from fsdp.engine.torch_private import (
     spec_of,
     spec_with_dtype,
 )
+from fsdp.outer_form import local_gradient
 from fsdp.placement import data_parallel_dims, sharding_spec
+
+_SHARDED = attrgetter("sharded")
 
 
 @dataclass(eq=False, slots=True, kw_only=True, repr=False)
@@ -155,9 +158,9 @@ class DTensorExposure:
         for param, piece in zip(params, pieces, strict=True):
             set_local_tensor(param.sharded, piece)
 
-    def requires_grad(self, param: DTensorParam) -> bool:
-        """Whether the DTensor is to be trained."""
-        return param.sharded.requires_grad
+    def requires_grad(self, params: Sequence[DTensorParam]) -> list[bool]:
+        """Return which of the DTensors are to be trained."""
+        return [param.sharded.requires_grad for param in params]
 
     def reread(self, params: Sequence[DTensorParam]) -> None:
         """Adopt parameters that the user registered since.
@@ -200,11 +203,11 @@ class DTensorExposure:
 
     def show_sharded(self, params: Sequence[DTensorParam]) -> None:
         """Register the DTensors."""
-        install_all(params, [param.sharded for param in params])
+        install_all(params, map(_SHARDED, params))
 
     def show_whole(self, params: Sequence[DTensorParam]) -> None:
         """Register the leaves."""
-        install_all(params, [param.unsharded for param in params])
+        install_all(params, map(WHOLE, params))
 
     def show_post_forward(
         self,
@@ -245,28 +248,13 @@ class DTensorExposure:
         *Collective* over the tensor-parallel mesh for gradients that are partial sums there.
         """
         return [
-            gradient if param.whole_spec is None else self._local_gradient(param, gradient)
+            gradient
+            if param.whole_spec is None
+            else local_gradient(
+                gradient, param.whole_spec.placements, param.fqn, free=param.data_parallel_dims
+            )
             for param, gradient in zip(params, gradients, strict=True)
         ]
-
-    def _local_gradient(self, param: DTensorParam, gradient: torch.Tensor) -> torch.Tensor:
-        assert param.whole_spec is not None
-        if isinstance(gradient, AsyncCollectiveTensor):
-            gradient = gradient.wait()
-        if not isinstance(gradient, DTensor):
-            raise AssertionError(
-                f"Expected the gradient of '{param.fqn}' to be a DTensor, got {type(gradient)}"
-            )
-        wanted = tuple(
-            found if index in param.data_parallel_dims else placement
-            for index, (found, placement) in enumerate(
-                zip(gradient.placements, param.whole_spec.placements, strict=True)
-            )
-        )
-        if wanted != gradient.placements:
-            gradient = gradient.redistribute(placements=wanted)
-        local = local_tensor(gradient)
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     def accumulates(self, params: Sequence[DTensorParam]) -> bool:
         """Whether a gradient is there already, or user code waits for one."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
 from fsdp.engine.exposure import CutShard
+from fsdp.engine.param import WHOLE
 from fsdp.engine.torch_private import post_accumulate_hooks
 from fsdp.flat_parameter import (
     FLAT_PARAM,
@@ -64,7 +65,8 @@ class FlatExposure(BaseExposure):
         for param, piece in zip(params, pieces, strict=True):
             param.local = piece
             # Outside of forward there is no such tensor; code that prints modules asks for it.
-            self._absent[param] = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            absent = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            self._absent[param] = param.shown(absent)
         if self._flat is None:
             self._flat = FlatParameter(shard, self._requires_grad)
             for param in params:
@@ -96,23 +98,24 @@ class FlatExposure(BaseExposure):
         for param, (offset, numel) in zip(params, self._places, strict=True):
             param.local = data.narrow(0, offset, numel)
 
-    def requires_grad(self, param: FlatParam) -> bool:
-        """Whether the flat parameter is to be trained."""
-        return self.flat.requires_grad
+    def requires_grad(self, params: Sequence[FlatParam]) -> list[bool]:
+        """Return whether the flat parameter is to be trained, for each of its parts."""
+        return [self.flat.requires_grad] * len(params)
 
     def leaf(self, param: FlatParam, whole: torch.Tensor) -> nn.Parameter:
         """Make the leaf, a plain tensor: no parameter but the flat one is registered."""
         # Not a view for autograd, which speaks of views instead of parameters in its errors.
-        made = param.restored(whole.view(-1)).data.requires_grad_(self.flat.requires_grad)
+        made = param.shown(param.restored(whole.view(-1)).data)
+        made = made.requires_grad_(self.flat.requires_grad)
         return cast("nn.Parameter", made)
 
     def show_sharded(self, params: Sequence[FlatParam]) -> None:
         """Put tensors without memory where the whole ones were."""
-        _set_attributes(params, [self._absent[param] for param in params])
+        _set_attributes(params, map(self._absent.__getitem__, params))
 
     def show_whole(self, params: Sequence[FlatParam]) -> None:
         """Put the leaves there."""
-        _set_attributes(params, [param.unsharded for param in params])
+        _set_attributes(params, map(WHOLE, params))
 
     def changed(self, params: Sequence[FlatParam]) -> bool:
         """Whether another flat parameter, or other memory, is there now."""
@@ -125,6 +128,15 @@ class FlatExposure(BaseExposure):
         """Do nothing: the whole tensors are attributes that belong to nobody else."""
 
     # Gradients
+
+    def gradients(self, params: Sequence[FlatParam]) -> list[torch.Tensor | None]:
+        """Return this rank's part of the gradient of each, as a view of the flat one."""
+        flat = self.flat.grad
+        if flat is None:
+            return [None] * len(params)
+        if not self._holds:
+            return [flat.narrow(0, *place) for place in self._places]
+        return list(flat.split([param.shape.numel() for param in params]))
 
     def accumulates(self, params: Sequence[FlatParam]) -> bool:
         """Whether a gradient is there already, or user code waits for one."""
@@ -141,7 +153,7 @@ class FlatExposure(BaseExposure):
         *Memory*: one copy of them, until the leaves' own are dropped; none if they are cut from
         what was shown before.
         """
-        found = [param.unsharded.grad for param in params if param.unsharded is not None]
+        found = [param.leaf_gradient() for param in params]
         like = next((gradient for gradient in found if gradient is not None), None)
         if like is None:
             return False
@@ -180,7 +192,7 @@ class FlatExposure(BaseExposure):
         """Register ``wholes`` under the original names instead of the flat parameter."""
         self._owner._parameters.pop(FLAT_PARAM)
         for param, whole in zip(params, wholes, strict=True):
-            parameter = nn.Parameter(whole, requires_grad=self.flat.requires_grad)
+            parameter = nn.Parameter(param.shown(whole), requires_grad=self.flat.requires_grad)
             for module, name, _ in param.slots:
                 module.__dict__.pop(name, None)
                 module.register_parameter(name, parameter)
@@ -218,7 +230,7 @@ def _end_to_end(
     return held
 
 
-def _set_attributes(params: Sequence[FlatParam], tensors: Sequence[torch.Tensor | None]) -> None:
+def _set_attributes(params: Sequence[FlatParam], tensors: Iterable[torch.Tensor | None]) -> None:
     for param, tensor in zip(params, tensors, strict=True):
         for module, name, plain in param.slots:
             if plain:

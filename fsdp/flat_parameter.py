@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp.engine.layout import Extent, Layout, end_to_end
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import FSDPParam, ParamModuleInfo, uid_of
-from fsdp.engine.torch_private import post_accumulate_hooks
+from fsdp.engine.torch_private import local_tensor, post_accumulate_hooks
+from fsdp.outer_form import OuterForm, local_gradient, outer_form
 
 FLAT_PARAM = "_flat_param"
 _TAKEN = "_fsdp_flattened"
@@ -78,6 +78,8 @@ class FlatParam(FSDPParam):
         gradient: the gradient of ``original`` while whole parameters are summoned.
         held: whether ``original`` shows a whole gradient that waits for a reduction.
         earlier: the reduced gradient that it hides.
+        outer: what it is outside, if tensor parallelism has cut it: everything else here is about
+            this rank's part; None: a plain tensor.
     """
 
     local: torch.Tensor
@@ -89,6 +91,34 @@ class FlatParam(FSDPParam):
     gradient: torch.Tensor | None = None
     held: bool = False
     earlier: torch.Tensor | None = None
+    outer: OuterForm | None = None
+
+    @property
+    def outer_shape(self) -> torch.Size:
+        """The shape that users know."""
+        return self.shape if self.outer is None else self.outer.shape
+
+    def shown(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what users see of ``whole``, this rank's part; the memory is the same."""
+        return whole if self.outer is None else self.outer.around(whole)
+
+    def inside(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what users see, or of a whole value."""
+        return value if self.outer is None else self.outer.inside(value)
+
+    def leaf_gradient(self) -> torch.Tensor | None:
+        """Return this rank's part of the gradient that the leaf has; None if it has none.
+
+        *Collective* over the tensor-parallel mesh for one that is a partial sum there.
+        """
+        gradient = None if self.unsharded is None else self.unsharded.grad
+        return None if gradient is None else self.own_gradient(gradient)
+
+    def own_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a gradient as autograd has left it; see ``leaf_gradient``."""
+        if self.outer is None:
+            return gradient
+        return local_gradient(gradient, self.outer.spec.placements, self.fqn)
 
     @property
     def contiguous(self) -> bool:
@@ -121,7 +151,6 @@ def check_flattenable(params: Sequence[nn.Parameter], *, use_orig_params: bool) 
 
     Raises:
         ValueError: integers, several dtypes, flat already, or owned by another unit.
-        NotImplementedError: DTensors.
         RuntimeError: an optimizer is to step in backward on parameters that will be gone.
     """
     for param in params:
@@ -132,11 +161,6 @@ def check_flattenable(params: Sequence[nn.Parameter], *, use_orig_params: bool) 
                 f"a parameter of shape {tuple(param.shape)} is shared with a unit that was "
                 "wrapped before: one copy would be trained without the other. Wrap all modules "
                 "that share it in one unit."
-            )
-        if isinstance(param, DTensor):
-            raise NotImplementedError(
-                f"a parameter of shape {tuple(param.shape)} is a DTensor, which cannot share a "
-                "flat parameter; fully_shard cuts parameters that are sharded already"
             )
         if not (param.is_floating_point() or param.is_complex()):
             raise ValueError("Cannot flatten integer dtype tensors")
@@ -170,29 +194,43 @@ def flatten(
 
     *Memory*: one shard. *Collective*: no.
     """
-    layout = lay_out([Extent.flat(p.numel()) for p in params], info.shard_size, align=1)
+    shapes = [p.shape if outer_form(p) is None else local_tensor(p).shape for p in params]
+    layout = lay_out([Extent.flat(s.numel()) for s in shapes], info.shard_size, align=1)
     found = []
     for index, (param, owner) in enumerate(zip(params, owners, strict=True)):
-        piece, order = layout.piece(index, info.shard_rank), order_in_memory(param)
-        data = param.detach()
+        piece, outer = layout.piece(index, info.shard_rank), outer_form(param)
+        data = param.detach() if outer is None else local_tensor(param).detach()
+        order = order_in_memory(data)
         dense = order is not None or data.is_contiguous()
         run = (data if order is None else data.permute(order)).reshape(-1)
         mark_taken(param)
-        if not use_orig_params:
+        stays = use_orig_params and outer is None
+        if not stays:
             refuse_in_optimizers(param, owner.param_name, "were flattened after it was made")
-        found.append(
-            FlatParam(
-                info=owner,
-                uid=uid_of(param),
-                shape=param.shape,
-                dim=None,
-                dtype=param.dtype,
-                stride=data.stride() if dense else run.view(data.shape).stride(),
-                order=order,
-                local=run[piece.start : piece.stop].clone(),
-                original=param if use_orig_params else None,
-            )
+        local = run[piece.start : piece.stop].clone()
+        made = FlatParam(
+            info=owner,
+            uid=uid_of(param),
+            shape=data.shape,
+            dim=None,
+            dtype=param.dtype,
+            stride=data.stride() if dense else run.view(data.shape).stride(),
+            order=order,
+            local=local,
+            original=param if stays else None,
+            outer=outer,
         )
+        if use_orig_params and not stays:
+            made.original = _stand_in(param, local)
+            made.install(made.original)
+        found.append(made)
+    return found
+
+
+def _stand_in(param: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+    """Return a plain parameter in the place of a DTensor, which cannot show a part of itself."""
+    found = nn.Parameter(local, requires_grad=param.requires_grad)
+    mark_taken(found)
     return found
 
 
@@ -227,6 +265,8 @@ class BaseExposure:
     ) -> list[torch.Tensor]:
         """Return ``gradients`` in the order of the flat parameter.
 
+        *Collective* over the tensor-parallel mesh for gradients that are partial sums there.
+
         Raises:
             RuntimeError: backward was run to be differentiated itself.
         """
@@ -237,13 +277,15 @@ class BaseExposure:
                     "create_graph=True"
                 )
         return [
-            gradient if param.order is None else param.in_order(gradient)
+            gradient
+            if param.order is None and param.outer is None
+            else param.in_order(param.own_gradient(gradient))
             for param, gradient in zip(params, gradients, strict=True)
         ]
 
     def full(self, param: FlatParam) -> torch.Tensor:
-        """Return what is registered as ``param`` while whole parameters are."""
-        return cast("nn.Parameter", param.registered()).data
+        """Return what is registered as ``param`` while whole parameters are; this rank's part."""
+        return param.inside(cast("nn.Parameter", param.registered()).data)
 
     def _add_gradient(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
         """Make ``gradient`` that of ``param``, or add it to the one there; run the users' hooks."""
@@ -272,12 +314,12 @@ def set_gradient(param: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def put_on_leaf(param: FlatParam, gradient: torch.Tensor) -> None:
     """Give a gradient that waited for a reduction back to the leaf of ``param``."""
-    whole = param.unsharded
+    whole, shown = param.unsharded, param.shown(gradient)
     if whole is None or whole.dtype != gradient.dtype or whole.device != gradient.device:
         # The leaf was made anew since, in another dtype.
         kept = param.accumulated_grad
-        param.accumulated_grad = gradient if kept is None else kept + gradient
+        param.accumulated_grad = shown if kept is None else kept + shown
     elif whole.grad is None:
-        whole.grad = gradient
+        whole.grad = shown
     else:
-        whole.grad += gradient
+        whole.grad += shown

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import gather_now
-from fsdp.flat_parameter import flat_params, set_gradient
+from fsdp.flat_parameter import FlatParam, flat_params, set_gradient
 from fsdp.original_exposure import OriginalExposure, original_of
 
 Gradients = list[torch.Tensor | None]
@@ -58,19 +58,33 @@ class WholeGradients:
     def show(self) -> None:
         """Set them on the parameters, which are whole now."""
         for param, whole in zip(self._params, self._wholes, strict=True):
-            if whole is not None:
+            if whole is None:
+                continue
+            if param.outer is None:
                 set_gradient(original_of(param), whole)
+            else:
+                # A DTensor cannot have a gradient of another dtype.
+                _visible(param).grad = param.shown(whole.to(param.dtype))
 
     def write_back(self) -> None:
         """Take this rank's elements of what the user has left; ``hide_full`` sets them."""
         layout, rank = self._group.shard.layout, self._group.mesh_info.shard_rank
         for index, (param, own) in enumerate(zip(self._params, self._own, strict=True)):
-            found, piece = original_of(param).grad, layout.piece(index, rank)
+            found, piece = _visible(param).grad, layout.piece(index, rank)
             if found is None or not piece.numel:
                 self._exposure.set_own_gradient(param, None)
                 continue
-            run = param.in_order(found.detach()).reshape(-1)[piece.start : piece.stop]
+            found = found.detach()
+            if param.outer is not None:
+                found = param.inside(found).to(self._exposure.gradient_dtype(param))
+            run = param.in_order(found).reshape(-1)[piece.start : piece.stop]
             if own is None and not run.any():
                 continue  # zeros that stood for none
             target = torch.empty(piece.numel, dtype=run.dtype, device=param.local.device)
             self._exposure.set_own_gradient(param, target.copy_(run))
+
+
+def _visible(param: FlatParam) -> torch.Tensor:
+    """Return the parameter on which users see and set the whole gradient of ``param``."""
+    found = None if param.outer is None else param.registered()
+    return original_of(param) if found is None else found

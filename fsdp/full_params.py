@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.param import ShardedState
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import TrainingState
@@ -105,8 +106,9 @@ def taken_out(state: FSDPState) -> Iterator[FSDPParamGroup | None]:
         group.enter(TrainingState.IDLE)
         state.enter(TrainingState.IDLE)
         if before is ShardedState.UNSHARDED:
-            group.unshard()
-            group.wait_for_unshard()
+            with without_gradients():
+                group.unshard()
+                group.wait_for_unshard()
 
 
 @contextmanager

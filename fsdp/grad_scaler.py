@@ -115,11 +115,16 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's gradients and return what any rank of the group has found."""
         del allow_fp16  # the parameters themselves may be float16
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _coalesce_half(param)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            _coalesce_half(param)
+        place = found_inf.device
+        if any(param.grad is not None and param.grad.device.type == "cpu" for param in params):
+            # torch copies both to the gradients' device without waiting for it, and the host would
+            # read them, and write what it found, before they have arrived.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        return self._agreed(found, found_inf.device)
+        return self._agreed(found, place)
 
     def _agreed(
         self, found: dict[torch.device, torch.Tensor], device: torch.device

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from fsdp.engine.exposure import CutShard
-from fsdp.engine.param import FSDPParam, install_all
-from fsdp.engine.torch_private import post_accumulate_hooks
+from fsdp.engine.param import WHOLE, FSDPParam, install_all
+from fsdp.engine.torch_private import local_tensor, post_accumulate_hooks
 from fsdp.flat_parameter import BaseExposure, FlatParam, mark_taken, put_on_leaf, set_gradient
+
+_ORIGINAL = attrgetter("original")
 
 
 class OriginalExposure(BaseExposure):
@@ -78,22 +81,24 @@ class OriginalExposure(BaseExposure):
                 mark_taken(found)
             param.local = self._flattened(param, found.data)
 
-    def requires_grad(self, param: FlatParam) -> bool:
-        """Whether the user's parameter is to be trained."""
-        return original_of(param).requires_grad
+    def requires_grad(self, params: Sequence[FlatParam]) -> list[bool]:
+        """Return which of the user's parameters are to be trained."""
+        return [original.requires_grad for original in map(_ORIGINAL, params)]
 
     def leaf(self, param: FlatParam, whole: torch.Tensor) -> nn.Parameter:
         """Make the leaf of forward and backward."""
         param.whole = param.restored(whole.view(-1))
-        return nn.Parameter(param.whole, requires_grad=original_of(param).requires_grad)
+        return nn.Parameter(
+            param.shown(param.whole), requires_grad=original_of(param).requires_grad
+        )
 
     def show_sharded(self, params: Sequence[FlatParam]) -> None:
         """Register the user's parameters."""
-        install_all(params, [param.original for param in params])
+        install_all(params, map(_ORIGINAL, params))
 
     def show_whole(self, params: Sequence[FlatParam]) -> None:
         """Register the leaves."""
-        install_all(params, [param.unsharded for param in params])
+        install_all(params, map(WHOLE, params))
 
     def check_whole(self, params: Sequence[FlatParam]) -> None:
         """Refuse a change between forward and backward: the gradients would belong to neither.
@@ -107,13 +112,18 @@ class OriginalExposure(BaseExposure):
             leaf, whole = param.unsharded, param.whole
             assert leaf is not None
             assert whole is not None
-            if param.registered() is not leaf or leaf.data_ptr() != whole.data_ptr():
+            found = leaf if param.outer is None else local_tensor(leaf)
+            if param.registered() is not leaf or found.data_ptr() != whole.data_ptr():
                 raise AssertionError(
                     "FSDP does not support changing the parameters between forward and backward "
                     f"when they stay whole, but '{param.fqn}' was changed"
                 )
 
     # Gradients
+
+    def gradients(self, params: Sequence[FlatParam]) -> list[torch.Tensor | None]:
+        """Return this rank's part of the gradient of each."""
+        return [original_of(param).grad for param in params]
 
     def accumulates(self, params: Sequence[FlatParam]) -> bool:
         """Whether a gradient is there already, or user code waits for one."""
@@ -137,12 +147,12 @@ class OriginalExposure(BaseExposure):
         """Show each whole gradient as that of the user's parameter, whatever it holds here."""
         shown = False
         for param in params:
-            leaf, original = param.unsharded, original_of(param)
-            if leaf is None or leaf.grad is None:
+            original, gradient = original_of(param), param.leaf_gradient()
+            if param.unsharded is None or gradient is None:
                 continue
             param.earlier, original.grad = original.grad, None
-            set_gradient(original, leaf.grad)
-            leaf.grad = None
+            set_gradient(original, gradient)
+            param.unsharded.grad = None
             param.held = shown = True
         return shown
 
@@ -162,11 +172,18 @@ class OriginalExposure(BaseExposure):
     # Whole parameters under their own names
 
     def show_full(self, params: Sequence[FlatParam], wholes: Sequence[torch.Tensor]) -> None:
-        """Point the user's parameters at ``wholes``; their gradients are put aside."""
+        """Point the user's parameters at ``wholes``; their gradients are put aside.
+
+        Those that tensor parallelism has cut are hidden by DTensors around them.
+        """
         for param, whole in zip(params, wholes, strict=True):
             original = original_of(param)
             param.gradient, original.grad = original.grad, None
-            original.data = whole
+            if param.outer is None:
+                original.data = whole
+            else:
+                shown = param.shown(whole)
+                param.install(nn.Parameter(shown, requires_grad=original.requires_grad))
 
     def gradient_dtype(self, param: FlatParam) -> torch.dtype:
         """Return the dtype of reduced gradients."""

@@ -89,7 +89,7 @@ def sharding_spec(
             )
         return _spec_on_named_mesh(original, info, dim)
     if isinstance(original, DTensor):
-        return _spec_beside_model_parallel(original, info, dim)
+        return beside_model_parallel(spec_of(original), info, dim)
     return make_spec(
         info.mesh,
         _data_parallel_placements(info, Shard(dim)),
@@ -119,11 +119,12 @@ def _shards_on(placements: Sequence[Placement], dim: int, mesh: DeviceMesh, firs
     return factor
 
 
-def _spec_beside_model_parallel(
-    original: DTensor, info: DataParallelMeshInfo, dim: int
-) -> DTensorSpec:
-    """Put the data-parallel dims before those of tensor or expert parallelism."""
-    spec = spec_of(original)
+def beside_model_parallel(spec: DTensorSpec, info: DataParallelMeshInfo, dim: int) -> DTensorSpec:
+    """Put the data-parallel dims before those of tensor or expert parallelism in ``spec``.
+
+    Raises:
+        NotImplementedError: more model-parallel dims than two.
+    """
     if len(spec.placements) > _MAX_MODEL_PARALLEL_DIMS:
         raise NotImplementedError(f"FSDP only supports 1D TP/EP or 2D EP+TP, not {spec.placements}")
     mesh = concatenate_meshes([info.mesh, spec.mesh])

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.engine.forward import post_forward, pre_forward
 from fsdp.engine.hooks import untraced
 from fsdp.optim_state.face import OptimizerStates
+from fsdp.outer_form import check_outer_forms
 from fsdp.state_dict.face import States
 from fsdp.wrap import Policy, PolicyFn
 from fsdp.wrapper_checks import Arguments
@@ -66,7 +67,9 @@ class FullyShardedDataParallel(Gradients, WholeParameters, States, OptimizerStat
             the limit lies on the streams and never stops the host.
         use_orig_params: keep the user's parameters registered, instead of a flat one.
         ignored_states: parameters, or modules, to leave alone.
-        device_mesh: instead of ``process_group``: 1-D, or (replicate, shard).
+        device_mesh: instead of ``process_group``: 1-D, or (replicate, shard). Beside tensor
+            parallelism, those dims of the common mesh; parameters that it has cut (DTensors on
+            another dim of that mesh) are cut once more.
 
     Raises:
         ValueError: an argument, or the module, is not what it must be; nothing has changed then.
@@ -121,6 +124,7 @@ class FullyShardedDataParallel(Gradients, WholeParameters, States, OptimizerStat
         if device_id is None:
             warn_about_cpu(tensors, device)
         mesh = make_mesh(process_group, device_mesh, given.sharding_strategy, device)
+        check_outer_forms((t for t in tensors if isinstance(t, nn.Parameter)), mesh, device_mesh)
         if auto_wrap_policy is not None:
             wrap_children(self, module, auto_wrap_policy, given, mesh)
         self._arguments = given.settled(settle_strategy(given.sharding_strategy, mesh))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp.clip import clip_sharded
+from fsdp.clip import Groups, clip_sharded
 from fsdp.comm_hooks import compresses
 from fsdp.engine.group_options import OwnReduction
+from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.flat_exposure import FlatExposure
+from fsdp.flat_parameter import flat_params
 from fsdp.original_exposure import original_of
 from fsdp.wrapper_options import STRATEGIES
 from fsdp.wrapper_start import is_root
@@ -58,7 +59,10 @@ class Gradients(WrappedUnit):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of the whole tree to a total norm of at most ``max_norm``.
 
-        *Collective* over the shard group, also on ranks without gradients.
+        Every element counts once, also one that ranks of tensor parallelism have alike.
+
+        *Collective* over the shard group and over those of tensor parallelism, also on ranks
+        without gradients.
 
         Returns:
             The norm before, 0-dim.
@@ -71,13 +75,17 @@ class Gradients(WrappedUnit):
                 "`clip_grad_norm_()` should only be called on the root FSDP instance"
             )
         units = units_of(self)
-        sharded: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        sharded: dict[Groups, list[torch.Tensor]] = {}
         taken: set[nn.Parameter] = set()
         replicated: list[nn.Parameter] = []
         for unit in units:
             for group in unit._state.groups:
-                shards, seen = group.mesh_info.shard_group, _seen_params(unit)
-                (replicated if shards is None else sharded.setdefault(shards, [])).extend(seen)
+                seen = _seen_params(unit)
+                if group.mesh_info.shard_group is None and not unit._state.model_groups:
+                    replicated += seen
+                else:
+                    for groups, gradients in _spread(unit, group, seen):
+                        sharded.setdefault(groups, []).extend(gradients)
                 taken.update(
                     seen, (p.unsharded for p in group.fsdp_params if p.unsharded is not None)
                 )
@@ -135,6 +143,22 @@ def _run_hook(
         hook(state, packed)
     else:
         hook(state, packed, output)
+
+
+def _spread(
+    unit: WrappedUnit, group: FSDPParamGroup, seen: Sequence[nn.Parameter]
+) -> Iterator[tuple[Groups, list[torch.Tensor]]]:
+    """Yield the gradients of ``unit`` with the groups over which their elements are spread."""
+    shards = () if group.mesh_info.shard_group is None else (group.mesh_info.shard_group,)
+    if not unit._state.model_groups:
+        yield shards, [param.grad for param in seen if param.grad is not None]
+        return
+    # A flat parameter holds both: what tensor parallelism has cut, and what it has not.
+    params = flat_params(group.fsdp_params)
+    for param, gradient in zip(params, unit._exposure.gradients(params), strict=True):
+        cut = param.outer is not None and param.outer.is_cut
+        own = (param.outer.group,) if param.outer is not None and cut else ()
+        yield (*shards, *own), [] if gradient is None else [gradient]
 
 
 def _seen_params(unit: WrappedUnit) -> list[nn.Parameter]:

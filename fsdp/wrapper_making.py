@@ -126,6 +126,8 @@ def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: to
     )
     after = info if STRATEGIES[given.sharding_strategy].reshards else None
     state.groups.append(FSDPParamGroup(pieces, (unit,), info, after, options))
+    outer = [piece.outer for piece in pieces if piece.outer is not None]
+    state.model_groups = tuple(dict.fromkeys(each.group for each in outer))
     _refuse_optimizers(unit, pieces, is_part=info.shard_size > 1)
 
 
@@ -133,10 +135,12 @@ def _refuse_optimizers(unit: WrappedUnit, pieces: Sequence[FlatParam], *, is_par
     """Let optimizers that need whole tensors raise, unless they get them."""
     names = [f"{type(p.info.module).__name__}.{p.info.param_name}" for p in pieces]
     flat = unit._flat_param
+    cut = [piece.outer is not None and piece.outer.is_cut for piece in pieces]
     if flat is not None:
-        expect_elementwise(flat, names[0], is_part=is_part)
-    elif is_part:
-        for piece, name in zip(pieces, names, strict=True):
+        expect_elementwise(flat, names[0], is_part=is_part or any(cut))
+        return
+    for piece, name, was_cut in zip(pieces, names, cut, strict=True):
+        if is_part or was_cut:
             expect_elementwise(original_of(piece), name, is_part=True)
 
 

@@ -184,7 +184,7 @@ def warn_about_cpu(tensors: Sequence[torch.Tensor], device: torch.device) -> Non
 def _device_of_id(device_id: int | torch.device | None) -> torch.device | None:
     if device_id is None:
         return None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         if accelerator is None:
             raise ValueError(

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.torch_private import local_tensor
 from fsdp.engine.tree import cast_floats, map_tensors
 from fsdp.engine.unit import state_of
 from fsdp.flat_parameter import check_flattenable
@@ -140,7 +142,7 @@ def keep_precise(modules: Iterable[nn.Module]) -> None:
 def broadcast_states(
     tensors: Sequence[torch.Tensor], info: DataParallelMeshInfo, device: torch.device
 ) -> None:
-    """Overwrite ``tensors`` by those of the first rank.
+    """Overwrite ``tensors`` by those of the first rank; of DTensors, the parts.
 
     *Collective*: one broadcast per tensor, over the shard group and then over the replicas.
 
@@ -152,10 +154,11 @@ def broadcast_states(
             "The module has CPU parameters or buffers when `sync_module_states=True`, which "
             "requires them to be on the accelerator. Pass `device_id` to move them."
         )
+    parts = [local_tensor(t) if isinstance(t, DTensor) else t for t in tensors]
     for group in info.groups:
         first = dist.get_process_group_ranks(group)[0]
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=first, group=group)
+        for part in parts:
+            dist.broadcast(part.detach(), src=first, group=group)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from fsdp.checkpoint.wrapper_names import as_registered, form
 from fsdp.engine.agreement import Topic, agree
 from fsdp.optim_state.names import Names
+from fsdp.optim_state.request import Request
 from fsdp.optim_state.sources import FirstRank, route_of
 from fsdp.plain_names import plain
 from fsdp.state_dict.form import gathered
@@ -110,8 +111,8 @@ def _finished(found: State, model: nn.Module, options: StateDictOptions) -> Stat
 
 
 def _from_first(model: nn.Module, state: Mapping[str, Any]) -> State:
-    root = units_of(model)[0]
-    source = FirstRank(root._state.device, route_of(root._state.mesh_info, None))
+    names = Names(model)
+    source = FirstRank(names.device, route_of(names, None))
     outline = source.structure(state)
-    mine = state if root._is_first_rank() else outline
+    mine = state if Request().is_source(names) else outline
     return {key: source.other(mine[key]) for key in outline}

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import nn
 
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import Prefetches, TrainingState
 from fsdp.engine.torch_private import queue_callback
@@ -21,22 +22,27 @@ def pre_backward(state: FSDPState, gradient: torch.Tensor) -> torch.Tensor:
     if not context.post_backward_final_callback_queued:
         context.post_backward_final_callback_queued = True
         queue_callback(functools.partial(end_of_backward, state.root_of_iteration()))
-    for group in state.groups:
-        if group.training_state is TrainingState.PRE_BACKWARD:
-            continue
-        group.enter(TrainingState.PRE_BACKWARD)
-        group.reducer.recall()
-        with trace("pre_backward", group.module_fqn):
-            group.unshard(async_op=group.settings.unshard_async_op)
-            group.wait_for_unshard()
-        if group.post_forward_indices:  # none in a second backward over the same forward
-            index = group.post_forward_indices.pop()
-            if not state.backward_prefetch:
-                _prefetch_previous(state, group, index)
-    for other in state.backward_prefetch:
-        for group in reversed(other.groups):
-            _prefetch(group)
+    with without_gradients():  # which are on in a backward that is differentiated itself
+        for group in state.groups:
+            if group.training_state is not TrainingState.PRE_BACKWARD:
+                _gather_again(state, group)
+        for other in state.backward_prefetch:
+            for group in reversed(other.groups):
+                _prefetch(group)
     return gradient
+
+
+def _gather_again(state: FSDPState, group: FSDPParamGroup) -> None:
+    group.enter(TrainingState.PRE_BACKWARD)
+    if group.reducer.holds_back:
+        group.reducer.recall()
+    with trace("pre_backward", group.module_fqn):
+        group.unshard(async_op=group.settings.unshard_async_op)
+        group.wait_for_unshard()
+    if group.post_forward_indices:  # none in a second backward over the same forward
+        index = group.post_forward_indices.pop()
+        if not state.backward_prefetch:
+            _prefetch_previous(state, group, index)
 
 
 def _prefetch(group: FSDPParamGroup) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fsdp.engine.param import FSDPParam
@@ -13,12 +15,17 @@ class Buffer:
     Its tensor stays the same object, so that views of it are made once, and the autograd leaves
     over it, and what autograd has saved of them, keep pointing at the right place; only the storage
     behind it comes and goes.
+
+    Attributes:
+        data: that tensor, (numel,).
+        read: the event behind what reads it, once its owner has recorded one; moved every time.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data = torch.empty(numel, dtype=dtype, device=device)  # (numel,)
         self._storage = self.data.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        self.read: Any = None
 
     def allocate(self) -> None:
         """Get memory on the current stream; its contents are undefined."""

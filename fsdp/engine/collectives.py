@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,7 @@ class GatherPlan:
         self._runs = self._find_runs([start for start, _ in blocks])
         if self._staging is not None:
             self._staging.free()
+        self._event: Any = None  # at the end of the last gather; the next begins after its waits
 
     def _find_runs(
         self, starts: Sequence[int | None]
@@ -138,8 +140,9 @@ class GatherPlan:
                 work = comm(
                     output_tensor=gathered, input_tensor=shard, group=self.group, async_op=late
                 )
-            event = None if late else streams.record(stream)
-        done = Done(streams, work if late else None, event)
+            if not late:
+                self._event = streams.record(stream, self._event)
+        done = Done(streams, work, None) if late else Done(streams, None, self._event)
         return Gathering(self, gathered, done, sided=sided, memory=memory)
 
     def _allocate(self, comm: AllGather | None) -> tuple[torch.Tensor, torch.Tensor, Buffer | None]:

@@ -42,8 +42,8 @@ class Exposure(Protocol[P_contra]):
     def reread(self, params: Sequence[P_contra]) -> None:
         """Adopt what the user has registered since; raise if it is no sharded parameter."""
 
-    def requires_grad(self, param: P_contra) -> bool:
-        """Whether ``param`` is to be trained, as users see it now."""
+    def requires_grad(self, params: Sequence[P_contra]) -> list[bool]:
+        """Return which of ``params`` are to be trained, as users see them now."""
 
     def leaf(self, param: P_contra, whole: torch.Tensor) -> nn.Parameter:
         """Make the autograd leaf over ``whole``, which has a version counter of its own."""

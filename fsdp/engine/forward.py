@@ -31,9 +31,10 @@ def pre_forward(
     if state.training_state is TrainingState.PRE_BACKWARD and graph_task() != -1:
         # Recomputation: backward has gathered already, unless an earlier run's end
         # of backward has resharded in between.
-        for group in state.groups:
-            group.unshard()
-            group.wait_for_unshard()
+        with without_gradients():
+            for group in state.groups:
+                group.unshard()
+                group.wait_for_unshard()
         return _cast_inputs(state, args, kwargs)
     first = state.training_state is not TrainingState.FORWARD
     if first:
@@ -50,13 +51,15 @@ def pre_forward(
             group.wait_for_unshard()
         if watch and torch.is_grad_enabled():
             args, kwargs = _watched(group, args, kwargs)
-    if first:
-        _prefetch(state)
+    if first and state.forward_prefetch:
+        with without_gradients():
+            _prefetch(state)
     return args, kwargs
 
 
 def _begin_iteration(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    lazy_init(state)
+    if state.is_root is None:
+        lazy_init(state)
     _heal(state)
     context = state.context
     if context.iter_forward_root is not None:

@@ -39,7 +39,9 @@ def lazy_init(root: FSDPState, check: Callable[[], None] | None = None) -> None:
         problem = error
     try:
         topic = Topic(compared=str if root.wording.names_agree else without_names)
-        agree(_description(states), problem, root.mesh_info.groups, root.device, topic)
+        beside = (group for state in states for group in state.model_groups)
+        groups = list(dict.fromkeys((*root.mesh_info.groups, *beside)))
+        agree(_description(states), problem, groups, root.device, topic)
     except BaseException:
         _disown(states)
         raise
@@ -131,10 +133,10 @@ def _check_not_shared(states: list[FSDPState], wording: Wording) -> None:
 def _description(states: list[FSDPState]) -> Iterator[str]:
     """Yield one line per parameter: what ranks must agree on before their first collective."""
     for number, group in enumerate(_groups(states)):
-        requires_grad = group.options.exposure.requires_grad
-        for param in group.fsdp_params:
+        found = group.options.exposure.requires_grad(group.fsdp_params)
+        for param, trains in zip(group.fsdp_params, found, strict=True):
             dtype = str(param.dtype).removeprefix("torch.")
-            grad = "trainable" if requires_grad(param) else "frozen"
+            grad = "trainable" if trains else "frozen"
             yield (
                 f"'{param.fqn}' {tuple(param.shape)} {dtype} {grad} "
                 f"in group {number} '{group.module_fqn}'"

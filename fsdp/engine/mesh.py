@@ -93,7 +93,7 @@ class HSDPMeshInfo(FSDPMeshInfo):
 
 def default_device() -> torch.device:
     """Return the current accelerator with its index, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -7,6 +7,7 @@ is packed into. No communication. Legend: ``W`` ranks of the group, ``S`` elemen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,16 +24,20 @@ class Packed:
     Attributes:
         data: the gradients of rank 0, then those of rank 1, and so on.
         by_rank: the same memory as (W, S).
+        own: this rank's row of it, (S,).
         buffer: what the plan has lent; None if the memory is somebody else's.
         runs: views of it in the shapes of what was packed last.
         shapes: those shapes.
     """
 
-    __slots__ = ("buffer", "by_rank", "data", "runs", "shapes")
+    __slots__ = ("buffer", "by_rank", "data", "own", "runs", "shapes")
 
-    def __init__(self, data: torch.Tensor, world: int, buffer: Buffer | None = None) -> None:
+    def __init__(
+        self, data: torch.Tensor, world: int, rank: int, buffer: Buffer | None = None
+    ) -> None:
         self.data = data
         self.by_rank = data.view(world, data.numel() // world)
+        self.own = self.by_rank[rank]
         self.buffer = buffer
         self.runs: list[torch.Tensor] = []
         self.shapes: list[torch.Size] = []
@@ -42,11 +47,17 @@ class ReducePlan:
     """How the gradients of some parameters of a group become one reduced shard.
 
     ``layout`` counts elements and holds exactly ``params``, in order.
+
+    Attributes:
+        ends: by stream, the event at the end of the last reduction. Moved on by the next one: who
+            still has to wait for the earlier place waits for more of the same stream.
     """
 
     def __init__(self, params: Sequence[FSDPParam], layout: Layout, rank: int) -> None:
         self.params = tuple(params)
         self.layout = layout
+        self.ends: dict[Any, Any] = {}
+        self._rank = rank
         self._pieces = tuple(
             (tuple(shape), _strides(shape), piece.offset)
             for param, piece in (
@@ -89,9 +100,13 @@ class ReducePlan:
         packed = self._spare.pop((dtype, device), None)
         if packed is None or packed.buffer is None:
             buffer = Buffer(self.layout.total_numel, dtype, device)
-            return Packed(buffer.data, self.layout.world, buffer)
+            return Packed(buffer.data, self.layout.world, self._rank, buffer)
         packed.buffer.allocate()
         return packed
+
+    def around(self, data: torch.Tensor) -> Packed:
+        """Return memory to pack into that belongs to nobody, or to a user; ``data`` is (W * S,)."""
+        return Packed(data, self.layout.world, self._rank)
 
     def give_back(self, packed: Packed) -> None:
         """Free ``packed`` if it was borrowed, and keep its views for the next reduction."""
@@ -108,7 +123,7 @@ class ReducePlan:
             ranks = gradients[index].reshape(outer, world, rows_inner).transpose(0, 1)
             gradients[index] = ranks.reshape(world, outer * rows_inner)
         if not self._has_columns:
-            self._pack_runs(gradients, packed)
+            self._pack_runs(gradients if self._plain else self._with_gaps(gradients), packed)
             return
         if self._rows is None or gradients[0].dtype != packed.data.dtype:
             for index in self._runs:
@@ -127,9 +142,8 @@ class ReducePlan:
         # A view costs half of asking for one or, where that cannot be, a copy.
         return [g.view(at) if g.is_contiguous() else g.reshape(at) for g, at in shaped]
 
-    def _pack_runs(self, gradients: list[torch.Tensor], packed: Packed) -> None:
-        """Lay gradients end to end; each has its own place, in its own shape."""
-        ordered = self._with_gaps(gradients)
+    def _pack_runs(self, ordered: list[torch.Tensor], packed: Packed) -> None:
+        """Lay gradients and gaps end to end; each has its own place, in its own shape."""
         shapes = [gradient.shape for gradient in ordered]
         if shapes != packed.shapes:
             runs = packed.data.split([shape.numel() for shape in shapes])

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch import nn
 from fsdp.engine.layout import Extent
 
 _next_uid = itertools.count()
+WHOLE = attrgetter("unsharded")
 
 
 class ShardedState(Enum):

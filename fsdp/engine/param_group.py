@@ -151,8 +151,9 @@ class FSDPParamGroup:
     def unshard(self, *, async_op: bool = False, phase: TrainingState | None = None) -> None:
         """Start to gather the whole parameters, unless they are whole or on their way.
 
-        *Collective* over the shard group. *Memory*: the whole parameters, and until they are
-        copied out the gathered shards. *Blocks*: nothing; ``wait_for_unshard`` does.
+        Called without gradients, as ``wait_for_unshard`` is. *Collective* over the shard group.
+        *Memory*: the whole parameters, and until they are copied out the gathered shards.
+        *Blocks*: nothing; ``wait_for_unshard`` does.
 
         Args:
             async_op: stay on the current stream.
@@ -169,7 +170,8 @@ class FSDPParamGroup:
             self.relink()
         if self._sharded_state is ShardedState.KEPT:
             return
-        phase = self._training_state if phase is None else phase
+        if phase is None:
+            phase = self._training_state
         if phase is TrainingState.PRE_BACKWARD and not self.settings.unshard_in_backward:
             return
         if not self._ready:
@@ -177,17 +179,16 @@ class FSDPParamGroup:
         whole = self._whole
         if whole is None:
             whole = self._whole = WholeParams(self.shard, self.mesh_info, self.options)
-        comm = self.comm()
+        comm = self.comm_ctx or self.comm()
         if self._kept is not None:
             comm.streams.wait(comm.streams.gather, self._kept_event)
-        with without_gradients():
-            self._gathering = whole.gather(
-                comm,
-                sided=not async_op and phase in _SIDED,
-                async_op=async_op,
-                custom=self.settings.all_gather_comm,
-                kept=self._kept,
-            )
+        self._gathering = whole.gather(
+            comm,
+            sided=not async_op and phase in _SIDED,
+            async_op=async_op,
+            custom=self.settings.all_gather_comm,
+            kept=self._kept,
+        )
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather, copy it out, and register the whole parameters.
@@ -200,7 +201,7 @@ class FSDPParamGroup:
                 self._show_whole()
             return
         assert self._whole is not None
-        comm = self.comm()
+        comm = self.comm_ctx or self.comm()
         forward = self._training_state is TrainingState.FORWARD
         if forward:
             comm.before_copy_out()
@@ -217,9 +218,9 @@ class FSDPParamGroup:
 
     def _follow_freezing(self) -> None:
         """Copy ``requires_grad`` to the leaves: users freeze what is registered, the shards."""
-        requires_grad = self._exposure.requires_grad
-        for param in self.fsdp_params:
-            whole, wanted = param.unsharded, requires_grad(param)
+        found = self._exposure.requires_grad(self.fsdp_params)
+        for param, wanted in zip(self.fsdp_params, found, strict=True):
+            whole = param.unsharded
             assert whole is not None
             if whole.requires_grad != wanted:
                 whole.requires_grad_(wanted)
@@ -257,7 +258,7 @@ class FSDPParamGroup:
         self._kept = None
         if was in (ShardedState.UNSHARDED, ShardedState.KEPT):
             assert self._whole is not None
-            self._whole.free(self.comm())
+            self._whole.free(self.comm_ctx or self.comm())
 
     def hide(self) -> None:
         """Register the sharded parameters and keep the whole ones in memory."""
@@ -323,7 +324,8 @@ class FSDPParamGroup:
                         self.hide()
         prefetch, self.then_prefetch = self.then_prefetch, None
         if prefetch is not None and not final:
-            prefetch()
+            with without_gradients():
+                prefetch()
 
     def _more_to_come(self) -> bool:
         """Whether a reduction now would send older gradients alone, and another one the new ones.
@@ -345,7 +347,7 @@ class FSDPParamGroup:
         indices, gradients = self.reducer.take()
         if self.settings.reshard_after_backward:
             self.to_sharded()
-        comm = self.comm()
+        comm = self.comm_ctx or self.comm()
         if self.index_in_state == self.groups_in_state - 1:
             comm.make_room()
         if not gradients:
@@ -364,7 +366,8 @@ class FSDPParamGroup:
         """Leave nothing in flight behind the last backward of an iteration."""
         self.then_prefetch = None
         self.reducer.wait_for_offload()
-        self.drop_pending()
+        if self._gathering is not None:
+            self.drop_pending()
         self.post_forward_indices.clear()
 
     # Recovery

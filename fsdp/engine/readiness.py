@@ -22,7 +22,8 @@ def check_ready(params: Sequence[FSDPParam], options: GroupOptions, group: str) 
         _check_offload(params, options)
     for param in params:
         param.choose_dtypes(options.mp_policy.param_dtype, options.mp_policy.reduce_dtype)
-    trainable = [param for param in params if options.exposure.requires_grad(param)]
+    found = zip(params, options.exposure.requires_grad(params), strict=True)
+    trainable = [param for param, trains in found if trains]
     originals = {param.dtype for param in trainable}
     if len(originals) > 1:
         raise AssertionError(

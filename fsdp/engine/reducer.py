@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from fsdp.engine.division import UNDIVIDED, Division, choose_division
-from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.group_options import GroupOptions, GroupSettings
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.packing import ReducePlan
@@ -37,9 +36,11 @@ class Reducer:
         settings: GroupSettings,
     ) -> None:
         self._params = params
+        self._all = tuple(range(len(params)))
         self._info = info
         self._options = options
         self._settings = settings
+        self._offloads = options.offload
         self.original_dtype = params[0].dtype
         self.holds_back = False
         self._partial: torch.Tensor | None = None  # (S,), reduced over the shard group only
@@ -74,15 +75,35 @@ class Reducer:
         if self.holds_back and self._options.edits is not None:
             self._options.edits.recall_held(self._params)
 
-    def take(self) -> tuple[list[int], list[torch.Tensor]]:
+    def take(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """Return whose gradients there are, and the whole gradients; the leaves lose them.
 
         *Collective* over the tensor-parallel mesh, for a gradient that is a partial sum there.
         """
-        indices: list[int] = []
-        gradients: list[torch.Tensor] = []
+        if not self.holds_back:
+            gradients = self._take_all()
+            if gradients is not None:
+                return self._all, gradients
         self.recall()
         self.holds_back = False
+        return self._take_those_there()
+
+    def _take_all(self) -> list[torch.Tensor] | None:
+        """Take the gradients of a group in which every leaf has one: nearly always."""
+        gradients = []
+        for param in self._params:
+            whole = param.unsharded
+            gradient = None if whole is None else whole.grad
+            if gradient is None:
+                return None
+            gradients.append(gradient)
+        for param in self._params:
+            param.unsharded.grad = None  # type: ignore[union-attr]
+        return self._options.exposure.plain_gradients(self._params, gradients)
+
+    def _take_those_there(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+        indices: list[int] = []
+        gradients: list[torch.Tensor] = []
         params: list[FSDPParam] = []
         zeros = self._settings.reduce_scatter_unused_params
         for index, param in enumerate(self._params):
@@ -106,22 +127,20 @@ class Reducer:
             gradients.append(gradient)
         gradients = self._options.exposure.plain_gradients(params, gradients)
         if self._options.whole_reductions and 0 < len(indices) < len(self._params):
-            return self._completed(indices, gradients)
-        return indices, gradients
+            return self._all, self._completed(indices, gradients)
+        return tuple(indices), gradients
 
-    def _completed(
-        self, indices: list[int], gradients: list[torch.Tensor]
-    ) -> tuple[list[int], list[torch.Tensor]]:
+    def _completed(self, indices: list[int], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Add zeros for the parameters that have no gradient."""
         found = dict(zip(indices, gradients, strict=True))
         for index, param in enumerate(self._params):
             if index not in found:
                 like = gradients[0]
                 found[index] = torch.zeros(param.shape, dtype=like.dtype, device=like.device)
-        return list(range(len(self._params))), [found[i] for i in range(len(self._params))]
+        return [found[index] for index in self._all]
 
     def launch(
-        self, indices: Sequence[int], gradients: list[torch.Tensor], streams: Streams, name: str
+        self, indices: tuple[int, ...], gradients: list[torch.Tensor], streams: Streams, name: str
     ) -> Reduction:
         """Start to reduce ``gradients`` of the parameters at ``indices``; the list is emptied.
 
@@ -133,7 +152,7 @@ class Reducer:
         wanted = self._params[indices[0]].reduce_dtype
         reduce_dtype = dtype if wanted is None or (own is not None and own.casts) else wanted
         return Reduction(
-            self._plan(tuple(indices)),
+            self._plan(indices),
             gradients,
             reduce_dtype,
             UNDIVIDED if own is not None else self._division(reduce_dtype),
@@ -144,12 +163,11 @@ class Reducer:
     def complete(self, reduction: Reduction) -> None:
         """Finish a reduction of this group, in the order in which they were started.
 
-        *Collective* over the replicate group, if there is one and it is due.
+        Gradients are off. *Collective* over the replicate group, if there is one and it is due.
         """
-        with without_gradients():
-            reduction.complete(self._partial)
+        reduction.complete(self._partial)
         self._partial = reduction.partial
-        if self._options.offload and reduction.end is not None:
+        if self._offloads and reduction.end is not None:
             self._offload_event = reduction.end[1]
 
     def wait_for_offload(self) -> None:
@@ -221,12 +239,28 @@ class Reducer:
             allocate=self._allocate,
             hook=settings.all_reduce_hook,
             hook_stream=settings.all_reduce_hook_stream,
+            in_place=self._scatters_in_place(),
             all_reduce=settings.all_reduce_grads,
-            offload=self._options.offload,
+            offload=self._offloads,
             pin_memory=self._options.pin_memory,
             exposure=self._options.exposure,
             original_dtype=self.original_dtype,
         )
+
+    def _scatters_in_place(self) -> bool:
+        """Whether this rank's row of the packed gradients may take the reduced shard.
+
+        Nobody else may get hold of it, and ranks must be those of the layout.
+        """
+        settings = self._settings
+        other_ways = (
+            settings.reduce_scatter_group,
+            settings.reduce_scatter_comm,
+            settings.own_reduction,
+            settings.all_reduce_hook,
+            self._info.replicate_group,
+        )
+        return not self._offloads and all(way is None for way in other_ways)
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         comm = self._settings.reduce_scatter_comm

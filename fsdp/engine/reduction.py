@@ -33,6 +33,7 @@ class ReduceSettings:
     allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor]
     hook: Callable[[torch.Tensor], None] | None
     hook_stream: Any
+    in_place: bool  # whether nobody but the cast to the original dtype reads what is scattered
     all_reduce: bool
     offload: bool
     pin_memory: bool
@@ -88,7 +89,7 @@ class Reduction:
         if settings.scatter_group is not None and settings.comm is None and settings.own is None:
             return plan.borrow(dtype, device)
         numel = plan.layout.total_numel
-        return Packed(settings.allocate(numel, dtype, device), plan.layout.world)
+        return plan.around(settings.allocate(numel, dtype, device))
 
     def _reduce_as_told(self, own: OwnReduction) -> torch.Tensor:
         """Let the user's function reduce; it may put other memory behind what it is given."""
@@ -102,8 +103,12 @@ class Reduction:
         return output
 
     def _allocate_shard(self) -> torch.Tensor:
-        packed, numel = self._packed, self.plan.layout.shard_numel
-        return self._settings.allocate(numel, packed.dtype, packed.device)  # (S,)
+        packed, settings, lent = self._packed, self._settings, self._borrowed
+        in_place = settings.in_place and not self._streams.blocks_host
+        if in_place and lent is not None and packed.dtype != settings.original_dtype:
+            return lent.own
+        numel = self.plan.layout.shard_numel
+        return settings.allocate(numel, packed.dtype, packed.device)  # (S,)
 
     def _scatter(self, *, late: bool) -> tuple[torch.Tensor, dist.Work | None]:
         settings, group = self._settings, self._settings.scatter_group
@@ -179,7 +184,8 @@ class Reduction:
 
     def _close(self, stream: Any) -> None:
         """Remember where the last work on the gradients ends, which was given to ``stream``."""
-        event = self._streams.record(stream)
+        ends = self.plan.ends
+        event = ends[stream] = self._streams.record(stream, ends.get(stream))
         self.end = (stream, event)
         handed_over = self._output is self._packed  # nothing was scattered
         if not self.outlives_scatter and (handed_over or not self._settings.offload):
@@ -190,10 +196,7 @@ class Reduction:
 
     def _hand_over(self, output: torch.Tensor) -> None:
         settings, params = self._settings, self.plan.params
-        shard = output
-        if output.dtype != settings.original_dtype:
-            shard = torch.empty_like(output, dtype=settings.original_dtype)
-            shard.copy_(output)
+        shard = output.to(settings.original_dtype)
         if settings.offload:
             shard = self._offloaded(shard)
         settings.exposure.hand_over(params, shard, functools.partial(self.plan.pieces, shard))

@@ -13,6 +13,7 @@ import torch
 
 from fsdp.engine.buffer import Buffer
 from fsdp.engine.collectives import Gathering, GatherPlan
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.streams import Streams, make_streams
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class FSDPCommContext:
         self.post_forward_order: list[FSDPParamGroup] = []
         self.max_input_buffers = 1
         self._held: tuple[Gathering, Any] | None = None
-        self._retired: deque[tuple[Buffer, Any]] = deque()
+        self._copied: Any = None  # behind the last copy-out of what was held; moved every time
+        self._retired: deque[Buffer] = deque()
         self._reductions: deque[tuple[Reducer, Reduction]] = deque()
         self._ends: dict[Any, Any] = {}
         self._kept_outputs: list[Reduction] = []
@@ -62,11 +64,12 @@ class FSDPCommContext:
         """
         if gathering.plan.in_place or gathering.done is None:
             return
-        event = self.streams.record()
-        if overlap and not self.streams.blocks_host:
-            self._held = (gathering, event)
+        streams = self.streams
+        if overlap and not streams.blocks_host:
+            self._copied = streams.record(event=self._copied)
+            self._held = (gathering, self._copied)
         else:
-            self._after(event)
+            streams.wait_stream(streams.gather, streams.current())
             gathering.release()
 
     def free(self, buffer: Buffer, *, gathered_in_place: bool) -> None:
@@ -75,24 +78,22 @@ class FSDPCommContext:
             # Without side streams, or if it belongs to the computing stream, order is enough.
             buffer.free()
             return
-        self._retired.append((buffer, self.streams.record()))
-        while len(self._retired) >= _MAX_RETIRED:
+        buffer.read = self.streams.record(event=buffer.read)
+        self._retired.append(buffer)
+        if len(self._retired) >= _MAX_RETIRED:
             self._free_oldest()
 
     def reclaim(self, plan: GatherPlan) -> None:
         """Make sure that memory of ``plan`` is neither read nor freed while it is filled again."""
         if self._held is not None and self._held[0].plan is plan:
             self.before_copy_out()
-        if not self._retired:
-            return
-        for retired, event in list(self._retired):
-            if retired is plan.buffer:
-                self._retired.remove((retired, event))
-                self._after(event)
+        if plan.buffer in self._retired:
+            self._retired.remove(plan.buffer)
+            self._after(plan.buffer.read)
 
     def _free_oldest(self) -> None:
-        buffer, event = self._retired.popleft()
-        self._after(event)
+        buffer, streams = self._retired.popleft(), self.streams
+        streams.wait(streams.gather, buffer.read)
         buffer.free()
 
     def _after(self, event: Any) -> None:
@@ -113,7 +114,10 @@ class FSDPCommContext:
             self._finish_oldest()
 
     def add_reduction(self, reducer: Reducer, reduction: Reduction) -> None:
-        """Take over a launched reduction; it is completed at once where that stops nobody."""
+        """Take over a launched reduction; it is completed at once where that stops nobody.
+
+        Gradients are off.
+        """
         if not self.streams.blocks_host:
             self._complete(reducer, reduction)
         self._reductions.append((reducer, reduction))
@@ -127,7 +131,8 @@ class FSDPCommContext:
     def _finish_oldest(self) -> None:
         reducer, reduction = self._reductions.popleft()
         if self.streams.blocks_host:
-            self._complete(reducer, reduction)
+            with without_gradients():
+                self._complete(reducer, reduction)
             reduction.drop_packed()
             return
         # The packed gradients return to the computing stream that allocated them.

@@ -7,10 +7,12 @@ its work handle instead (``Done``). Nothing here knows what the work is about.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+
+from fsdp.engine.torch_private import current_stream
 
 # Copies in and out are short and others wait for them: they go before the compute kernels.
 _HIGH_PRIORITY = -1
@@ -32,8 +34,12 @@ class Streams(Protocol):
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Run the body on ``stream``."""
 
-    def record(self, stream: Any = None) -> Any:
-        """Return an event at the present end of ``stream`` (default: the current one)."""
+    def record(self, stream: Any = None, event: Any = None) -> Any:
+        """Return an event at the present end of ``stream`` (default: the current one).
+
+        It is ``event``, moved there, if one is given that every wait for its earlier place has
+        been asked for: to make one and to drop it costs as much as to record it.
+        """
 
     def wait(self, stream: Any, event: Any) -> None:
         """Make ``stream`` wait for ``event``; a None event is over already."""
@@ -55,7 +61,7 @@ class NullStreams:
         """Run the body."""
         return nullcontext()
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Any = None, event: Any = None) -> None:
         """Return an event that is over."""
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -68,9 +74,9 @@ class NullStreams:
 class AcceleratorStreams:
     """Side streams on an accelerator.
 
-    Goes through ``torch.accelerator`` and ``torch.Event``: their calls end in C at once, and cost a
-    third of those of a device's own module. The side streams are the module's own kind all the
-    same, because events that users hand over can wait on no other.
+    Goes through what all accelerators share (``torch.Stream``, ``torch.Event``): its calls end in C
+    at once, and cost a third of those of a device's own module. The side streams are the module's
+    own kind all the same, because events that users hand over can wait on no other.
     """
 
     blocks_host = False
@@ -86,16 +92,21 @@ class AcceleratorStreams:
 
     def current(self) -> Any:
         """Return the stream that the caller computes on."""
-        return torch.accelerator.current_stream(self._index)
+        return current_stream(self._index)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Run the body on ``stream``."""
-        return _On(stream, self._index)
+        """Run the body on ``stream``; may be nested, also with the same stream.
 
-    def record(self, stream: Any = None) -> Any:
+        A stream is such a context itself. It makes its device the current one as well, and gives
+        both back.
+        """
+        return cast("AbstractContextManager[Any]", stream)
+
+    def record(self, stream: Any = None, event: Any = None) -> Any:
         """Return an event at the present end of ``stream`` (default: the current one)."""
-        event = torch.Event(self._device)
-        event.record(self.current() if stream is None else stream)
+        if event is None:
+            event = torch.Event(self._device)
+        event.record(current_stream(self._index) if stream is None else stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -105,28 +116,8 @@ class AcceleratorStreams:
 
     def wait_stream(self, stream: Any, other: Any) -> None:
         """Make ``stream`` wait for all that ``other`` has been given so far."""
-        self.wait(stream, self.record(other))
-
-
-class _On:
-    """Makes ``stream`` the current one; may be nested, also with the same stream."""
-
-    __slots__ = ("_before", "_device", "_index", "_stream")
-
-    def __init__(self, stream: Any, index: int) -> None:
-        self._stream = stream
-        self._index = index
-
-    def __enter__(self) -> None:
-        # Setting a stream makes its device the current one, which need not be the caller's.
-        self._device = torch.accelerator.current_device_index()
-        self._before = torch.accelerator.current_stream(self._index)
-        torch.accelerator.set_stream(self._stream)
-
-    def __exit__(self, *_error: object) -> None:
-        torch.accelerator.set_stream(self._before)
-        if self._device != self._index:
-            torch.accelerator.set_device_index(self._device)
+        # In C; a device's own kind of stream makes events of its own kind here.
+        torch.Stream.wait_stream(stream, other)
 
 
 class Done:
@@ -144,7 +135,8 @@ class Done:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self._streams.wait(self._streams.current(), self._event)
+        if self._event is not None:
+            self._streams.wait(self._streams.current(), self._event)
 
 
 def make_streams(device: torch.device) -> Streams:

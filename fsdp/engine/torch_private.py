@@ -33,6 +33,7 @@ __all__ = [
     "all_gather",
     "chunk_cat",
     "concatenate_meshes",
+    "current_stream",
     "dtensor_of",
     "gather_now",
     "graph_task",
@@ -112,6 +113,11 @@ def reduce_scatter(
             _SCATTER[op, async_op] = options
     work: dist.Work | None = group._reduce_scatter_base(output, packed, options)
     return work
+
+
+# The stream that is current on the device of an index, which the public function looks for first in
+# two calls of Python.
+current_stream: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
 
 
 def premul_sum(factor: float) -> Any:

@@ -7,6 +7,7 @@ backward in ``backward.py``, once at the start in ``lazy_init.py``.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.api import MixedPrecisionPolicy
@@ -45,6 +46,7 @@ class FSDPState:
         to_run_forward: of several ``modules``, those whose forward is still to come.
         wording: how messages speak of it.
         auto_reshard_after_forward: whether the root may keep its parameters after forward.
+        model_groups: over which parameters were cut before; their ranks run the same units.
     """
 
     def __init__(
@@ -72,8 +74,14 @@ class FSDPState:
         self.prefetches = Prefetches.BEFORE_GRADIENTS
         self.to_run_forward: set[nn.Module] = set()
         self.auto_reshard_after_forward = auto_reshard
+        self.model_groups: tuple[dist.ProcessGroup, ...] = ()
         for module in modules:
             module.__dict__[_STATE] = self
+
+    @property
+    def all_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups through which every rank that runs this unit is reached."""
+        return (*self.mesh_info.groups, *self.model_groups)
 
     @property
     def name(self) -> str:

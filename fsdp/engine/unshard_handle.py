@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.param_group import FSDPParamGroup
 
 
@@ -23,8 +24,9 @@ class PendingUnshard(UnshardHandle):
     def wait(self) -> None:
         """Register the whole parameters; the current stream may use them from now on."""
         groups, self._groups = self._groups, ()
-        for group in groups:
-            group.wait_for_unshard()
+        with without_gradients():
+            for group in groups:
+                group.wait_for_unshard()
 
 
 def start_unshard(groups: Sequence[FSDPParamGroup], *, async_op: bool) -> UnshardHandle | None:
@@ -32,9 +34,10 @@ def start_unshard(groups: Sequence[FSDPParamGroup], *, async_op: bool) -> Unshar
 
     *Collective* over the shard group. *Blocks* the current stream, unless ``async_op``.
     """
-    for group in groups:
-        group.lazy_init()
-        group.unshard(async_op=async_op)
+    with without_gradients():
+        for group in groups:
+            group.lazy_init()
+            group.unshard(async_op=async_op)
     handle = PendingUnshard(groups)
     if async_op:
         return handle

@@ -14,7 +14,6 @@ from fsdp.api import AllGather
 from fsdp.engine.buffer import Buffer, param_view
 from fsdp.engine.collectives import Gathering, GatherPlan
 from fsdp.engine.extension import ExtendedGathering, ExtendedParams
-from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.group_options import GroupOptions
 from fsdp.engine.layout import Layout
 from fsdp.engine.mesh import DataParallelMeshInfo
@@ -124,8 +123,7 @@ class WholeParams:
         *Blocks* the current stream until the gather is over (the host, without streams).
         """
         if isinstance(gathering, Gathering):
-            with without_gradients():
-                gathering.plan.finish(gathering)
+            gathering.plan.finish(gathering)
             comm.after_copy_out(gathering, overlap=forward and gathering.sided)
             return
         assert self._extended is not None

@@ -105,8 +105,9 @@ def cut(part: Part, fetch: Fetch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for state, values in part.tensors.items():
         if member.is_whole:
-            value = fetch(values[0], part.info)
-            found[state] = _as_stored(params[member.indices[0]], value).to(device, copy=True)
+            param = params[member.indices[0]]
+            value = param.inside(fetch(values[0], part.info))
+            found[state] = _as_stored(param, value).to(device, copy=True)
             continue
         dtype = next(value.dtype for value in values if value is not None)
         own = torch.zeros(member.numel, dtype=dtype, device=device)
@@ -114,7 +115,7 @@ def cut(part: Part, fetch: Fetch) -> dict[str, Any]:
             if value is not None:
                 piece = layout.piece(index, rank)
                 target = own.narrow(0, piece.offset - member.offset, piece.numel)
-                _place(target, params[index], fetch(value, part.info), piece)
+                _place(target, params[index], params[index].inside(fetch(value, part.info)), piece)
         found[state] = own
     if not member.numel:
         return {}
@@ -122,7 +123,7 @@ def cut(part: Part, fetch: Fetch) -> dict[str, Any]:
 
 
 def _place(target: torch.Tensor, param: FlatParam, whole: torch.Tensor, piece: Fragment) -> None:
-    """Copy this rank's run of a ``whole`` value; nothing of it stays."""
+    """Copy this rank's run of the ``whole`` of its part of a value; nothing of it stays."""
     if piece.numel:
         target.copy_(param.in_order(whole).reshape(-1)[piece.start : piece.stop])
 
@@ -161,7 +162,7 @@ def _check_tensors(part: Part, state: str, values: Sequence[Any]) -> None:
             f"{list(part.member.key.unflat_param_names)}"
         )
     for index, value in zip(part.member.indices, values, strict=True):
-        shape = part.info.params[index].shape
+        shape = part.info.params[index].outer_shape
         if value is not None and torch.Size(value.shape) != shape:
             raise ValueError(
                 "Tensor optimizer state does not have same shape as its parameter: "

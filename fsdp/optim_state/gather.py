@@ -10,8 +10,8 @@ Knows layouts and memory, not names of optimizers nor the form in which users ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,21 @@ from fsdp.optim_state.vocabulary import (
     _OptimStateKey,
 )
 
-Finish = Callable[[torch.Tensor, FSDPParamInfo], Any]
+
+class Finish(Protocol):
+    """Makes what users get of one value of one parameter."""
+
+    def __call__(
+        self, value: torch.Tensor, info: FSDPParamInfo, index: int, /, *, shared: bool
+    ) -> Any:
+        """Return it. Unless ``value`` is ``shared`` with the optimizer, it may be kept as it is.
+
+        Args:
+            value: whole but for what tensor parallelism has cut.
+            info: the unit.
+            index: the parameter's, in the unit.
+            shared: whether the memory is the optimizer's too.
+        """
 
 
 def gather_unit(
@@ -43,11 +57,11 @@ def gather_unit(
         info: the unit.
         plan: what its members have; the same on all ranks.
         entries: what this rank's optimizer has.
-        finish: makes what users get of a whole value, a view that does not outlive the call; None
-            on a rank that only takes part.
+        finish: makes what users get of a value; None on a rank that only takes part.
 
-    *Collective*: one all-gather per state name over the shard group. *Memory*: ``everyone``, for
-    one state at a time, beside the result.
+    *Collective*: one all-gather per state name over the shard group. *Memory*: ``everyone``, of
+    which a result that stays where it was gathered consists; beside any other, for one state at a
+    time.
     """
     found = {
         index: _others(whole, entries.get(member.key, {}))
@@ -64,7 +78,8 @@ def gather_unit(
         elif finish is not None:
             for member in holders:
                 value = entries[member.key][state].detach()
-                found[member.indices[0]].tensor_state[state] = finish(value, info)
+                index = member.indices[0]
+                found[index].tensor_state[state] = finish(value, info, index, shared=True)
     if finish is None:
         return {}
     return {info.names[index]: state.entry() for index, state in found.items()}
@@ -79,7 +94,7 @@ def _gathered(
     if finish is None:
         return {}
     return {
-        index: finish(_cut(info, index, everyone), info)
+        index: finish(_cut(info, index, everyone), info, index, shared=everyone is own)
         for member in holders
         for index in member.indices
     }

@@ -92,10 +92,10 @@ def load(
         source: EveryRank | FirstRank = EveryRank()
         if how.rank0_only:
             root = names.units[0]._state
-            source = FirstRank(root.device, route_of(root.mesh_info, how.group))
-            mine = given if how.is_first(names) else {}
+            source = FirstRank(root.device, route_of(names, how.group))
+            mine = given if how.is_source(names) else {}
             outline = source.structure(mine)
-            given = mine if how.is_first(names) else outline
+            given = mine if how.is_source(names) else outline
         found = _loaded(names, given, look, source)
     SimpleProfiler.dump_and_reset("optim_state_dict_to_load() took, in seconds:")
     return found

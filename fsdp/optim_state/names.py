@@ -68,7 +68,13 @@ class Names:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of the units, through which all ranks of the model are reached."""
-        groups = (group for unit in self.units for group in unit._state.mesh_info.groups)
+        groups = (group for unit in self.units for group in unit._state.all_groups)
+        return list(dict.fromkeys(groups))
+
+    @property
+    def model_groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which tensor parallelism has cut parameters."""
+        groups = (group for unit in self.units for group in unit._state.model_groups)
         return list(dict.fromkeys(groups))
 
     @property
@@ -156,7 +162,7 @@ def _info(unit: WrappedUnit, paths: dict[nn.Module, str]) -> FSDPParamInfo | Non
             state=unit._state,
             group=group,
             param_indices={name: index for index, name in enumerate(names)},
-            param_requires_grad=tuple(exposure.requires_grad(param) for param in params),
+            param_requires_grad=tuple(exposure.requires_grad(params)),
             members=tuple(_members(unit, params, names)),
             use_dtensor=unit._device_mesh is not None,
         )
@@ -188,4 +194,5 @@ def _members(unit: WrappedUnit, params: list[FlatParam], names: list[str]) -> It
             offset=piece.offset,
             numel=piece.numel,
             is_whole=keeps_shape,
+            is_part=not keeps_shape or (param.outer is not None and param.outer.is_cut),
         )

@@ -95,7 +95,7 @@ def check_entry(member: Member, entry: Entry) -> None:
     Raises:
         NotImplementedError: such a state.
     """
-    if member.is_whole:
+    if not member.is_part:
         return
     for state, what in _odd_states(entry, member.shape):
         shown = ", ".join(member.key.unflat_param_names[:3])

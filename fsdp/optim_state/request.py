@@ -36,10 +36,22 @@ class Request:
     group: dist.ProcessGroup | None = None
 
     def is_first(self, names: Names) -> bool:
-        """Whether this rank is the first."""
+        """Whether this rank is the first, or the first beside others in tensor parallelism."""
         if self.group is not None:
             return dist.get_rank(self.group) == 0
         return names.units[0]._is_first_rank()
+
+    def is_source(self, names: Names) -> bool:
+        """Whether this rank is the one from which all others get a state."""
+        beside = () if self.group is not None else names.model_groups
+        return self.is_first(names) and all(dist.get_rank(group) == 0 for group in beside)
+
+    def helps(self, names: Names) -> bool:
+        """Whether a rank beside this one, in tensor parallelism, is the first of the group."""
+        if self.group is None:
+            return False  # such ranks are first together
+        first = dist.get_process_group_ranks(self.group)[0]
+        return any(first in dist.get_process_group_ranks(each) for each in names.model_groups)
 
     @property
     def form(self) -> str:

@@ -27,7 +27,7 @@ from fsdp.optim_state.vocabulary import (
     _OptimStateKey,
     info_of,
 )
-from fsdp.state_dict.form import chunked
+from fsdp.state_dict.members import cut, whole_of
 
 
 class SavePlan:
@@ -108,7 +108,9 @@ def _saved(names: Names, look: Callable[[], Given], ask: Callable[[], Request]) 
     agree([how.form], problem, names.groups, names.device, ASKED)
     assert plan is not None, "some rank had a problem, and every rank has raised it"
     saves = how.saves(names)
-    state = _state(names, plan, entries, _finish(how) if saves else None, how)
+    # What tensor parallelism has cut is made whole by all ranks that have a part of it.
+    finish = _finish(how) if saves or how.helps(names) else None
+    state = _state(names, plan, entries, finish, how)
     if not saves:
         return {}
     _add_others(state, given)
@@ -133,15 +135,24 @@ def _check(names: Names, entries: Mapping[_OptimStateKey, Entry]) -> None:
 
 
 def _finish(how: Request) -> Finish:
-    def chunk(value: torch.Tensor, info: FSDPParamInfo) -> torch.Tensor:
+    def chunk(
+        value: torch.Tensor, info: FSDPParamInfo, index: int, *, shared: bool
+    ) -> torch.Tensor:
         if not info.is_sharded:
-            return whole(value, info)
-        dtensor = info.use_dtensor
-        return chunked(value, info.mesh, use_dtensor=dtensor, offload_to_cpu=how.offload)
+            return whole(value, info, index, shared=shared)
+        dtensor, offload = info.use_dtensor, how.offload
+        param = info.params[index]
+        return cut(param, value, info.mesh, use_dtensor=dtensor, offload_to_cpu=offload)
 
-    def whole(value: torch.Tensor, _: FSDPParamInfo) -> torch.Tensor:
+    def whole(
+        value: torch.Tensor, info: FSDPParamInfo, index: int, *, shared: bool
+    ) -> torch.Tensor:
+        # A state without dims, or of another shape, is the same for all parts.
+        part = value
+        if value.shape == info.params[index].shape:
+            value = whole_of(info.params[index], part)
         if not how.offload:
-            return value.clone()
+            return value.clone() if shared and value is part else value
         with SimpleProfiler.profile(SimpleProfiler.Type.D2H):
             return torch.empty_like(value, device="cpu").copy_(value)
 

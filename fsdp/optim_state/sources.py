@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.optim_state.names import Names
 from fsdp.optim_state.vocabulary import FSDPParamInfo, _PosDimTensorInfo
 from fsdp.state_dict.form import gathered
 
@@ -77,9 +77,10 @@ class FirstRank:
         return box[0]
 
 
-def route_of(mesh: DataParallelMeshInfo, group: dist.ProcessGroup | None) -> Route:
-    """Return how something gets from the first rank to all: over ``group``, or a unit's mesh."""
-    groups = (group,) if group is not None else mesh.groups
+def route_of(names: Names, group: dist.ProcessGroup | None) -> Route:
+    """Return how something gets from the first rank to all: over ``group``, or those of a model."""
+    root = names.units[0]._state
+    groups = (group,) if group is not None else (*root.mesh_info.groups, *names.model_groups)
     return [(each, dist.get_process_group_ranks(each)[0]) for each in groups if each.size() > 1]
 
 

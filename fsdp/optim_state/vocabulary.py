@@ -97,7 +97,9 @@ class Member:
         shape: of the tensor here.
         offset: of its first element in the shard.
         numel: of its elements in the shard, padding included.
-        is_whole: whether it is the user's own parameter, all of it, in its own shape.
+        is_whole: whether it is the user's own parameter, all of it, in its own shape; of what
+            tensor parallelism has cut, this rank's part.
+        is_part: whether other ranks, or other parameters, have states of the same tensor.
     """
 
     param: nn.Parameter
@@ -107,6 +109,7 @@ class Member:
     offset: int
     numel: int
     is_whole: bool
+    is_part: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

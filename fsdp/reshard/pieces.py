@@ -20,7 +20,7 @@ from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import is_persistent, local_tensor, spec_of
 from fsdp.engine.unit import state_of
 from fsdp.flat_exposure import FlatExposure
-from fsdp.flat_parameter import FLAT_PARAM, FlatParam, order_in_memory
+from fsdp.flat_parameter import FLAT_PARAM, FlatParam, flat_params, order_in_memory
 from fsdp.full_params import check_idle
 from fsdp.plain_names import joined, named_plainly
 from fsdp.reshard.dealt import Dealt, Ranks, by_dim, whole
@@ -93,13 +93,14 @@ def pieces_of(root: nn.Module, ranks: Sequence[int]) -> list[Piece]:
     everywhere = tables.of([[rank] for rank in ranks])
     flat: dict[Slot, Piece] = {}
     cast: dict[torch.Tensor, torch.dtype] = {}
-    for _, module in modules:
+    for path, module in modules:
         state = state_of(module)
         for group in state.groups if state is not None else ():
             group.to_sharded()
             group.relink()
         if isinstance(module, WrappedUnit):
             cast.update(module._buffer_dtypes)
+            _check_not_cut(path, module)
             for group in module._state.groups:
                 flat.update(_of_flat_group(group, tables))
     found: dict[int, Piece] = {}
@@ -133,6 +134,23 @@ def _check_idle(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 "reshard outside of forward, backward and summon_full_params; after an exception "
                 "that was caught there, run a forward first."
             ) from error
+
+
+def _check_not_cut(path: str, unit: WrappedUnit) -> None:
+    """Refuse parameters that tensor parallelism has cut before the unit did.
+
+    Raises:
+        NotImplementedError: names the first.
+    """
+    for group in unit._state.groups:
+        for param in flat_params(group.fsdp_params):
+            if param.outer is not None:
+                raise NotImplementedError(
+                    f"'{joined(path, param.info.param_name)}' has placements "
+                    f"{tuple(param.outer.spec.placements)} on {param.outer.spec.mesh}, and is cut "
+                    "once more by its unit; resharding needs one cut over one mesh dim. Save it "
+                    "with torch.distributed.checkpoint, as SHARDED_STATE_DICT."
+                )
 
 
 def _tensors(module: nn.Module, flat: Mapping[Slot, Piece]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -52,7 +52,7 @@ class Runs:
         if self._per_row == 1 and extent.outer > 1:
             # One shard holds it all: one run, whatever dim would have been cut.
             flat, whole = Extent.flat(self.numel), self.numel
-            cut = replace(cut, extent=flat, first=self._first_shard * whole, step=whole)
+            cut = replace(cut, extent=flat, first=-self._first_shard * whole, step=whole)
         self._cut = cut
         self.count = cut.extent.outer * self._per_row
 

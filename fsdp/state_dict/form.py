@@ -49,13 +49,22 @@ def chunked(
         RuntimeError: nothing is sharded in ``info``.
         ValueError: no dim that could be cut.
     """
-    if whole.dim() == 0:
-        raise ValueError("a tensor without dims cannot be cut into chunks; keep it whole")
-    start, stop = rows_of(whole.shape[0], info.shard_size, info.shard_rank)
-    own = whole.detach()[start:stop].clone(memory_format=torch.contiguous_format)
+    own = own_rows(whole, info)
     return from_chunk(
         own, whole.shape, info, use_dtensor=use_dtensor, offload_to_cpu=offload_to_cpu
     )
+
+
+def own_rows(whole: torch.Tensor, info: DataParallelMeshInfo) -> torch.Tensor:
+    """Return this rank's chunk (rows, ...) of a ``whole`` tensor; a copy.
+
+    Raises:
+        ValueError: no dim that could be cut.
+    """
+    if whole.dim() == 0:
+        raise ValueError("a tensor without dims cannot be cut into chunks; keep it whole")
+    start, stop = rows_of(whole.shape[0], info.shard_size, info.shard_rank)
+    return whole.detach()[start:stop].clone(memory_format=torch.contiguous_format)
 
 
 def from_chunk(

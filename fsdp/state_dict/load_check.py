@@ -11,10 +11,11 @@ from fsdp.engine.agreement import Topic, agree, without_names
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import ShardedTensor
-from fsdp.flat_parameter import FLAT_PARAM
-from fsdp.state_dict.form import form_told, is_chunk, is_sharded
+from fsdp.flat_parameter import FLAT_PARAM, FlatParam, flat_params
+from fsdp.state_dict.form import form_told, is_sharded
 from fsdp.state_dict.hooked import changes_loads
 from fsdp.state_dict.local import problem_with
+from fsdp.state_dict.members import is_own_chunk
 from fsdp.state_dict.names import param_names, unit_prefixes
 from fsdp.state_dict.unit_check import kind_of, problem_of, unit_line
 from fsdp.wrapper_options import StateDictType
@@ -52,7 +53,7 @@ def check_load(top: WrappedUnit, found: Mapping[str, Any], prefix: str) -> None:
                 lines += _entries(unit, group, kind, found, start)
             except (RuntimeError, AssertionError) as error:
                 problem = problem or error
-    groups = dict.fromkeys(group for unit in units for group in unit._state.mesh_info.groups)
+    groups = dict.fromkeys(group for unit in units for group in unit._state.all_groups)
     agree(lines, problem, list(groups), top._state.device, _TOPIC)
 
 
@@ -70,12 +71,13 @@ def _entries(
             raise AssertionError(f"{problem} (entry '{start}{FLAT_PARAM}')")
         return
     strict = kind is StateDictType.SHARDED_STATE_DICT and not changes_loads(unit)
-    for names, param in zip(param_names(unit), group.shard.plain, strict=True):
+    for names, param in zip(param_names(unit), flat_params(group.shard.plain), strict=True):
         for name in names:
             value = found.get(f"{start}{name}")
             if strict and value is not None:
-                _check_sharded(f"{start}{name}", value, param.shape)
-            yield f"'{start}{name}' {_told(value, group.mesh_info if strict else None)}"
+                _check_sharded(f"{start}{name}", value, param.outer_shape)
+            as_saved = strict and _is_saved_form(param, value, group.mesh_info)
+            yield f"'{start}{name}' {_told(value)}" + (" as it is saved" if as_saved else "")
 
 
 def _check_sharded(key: str, value: Any, shape: torch.Size) -> None:
@@ -90,14 +92,16 @@ def _check_sharded(key: str, value: Any, shape: torch.Size) -> None:
         )
 
 
-def _told(value: Any, info: DataParallelMeshInfo | None) -> str:
-    """Return what decides whether, and how, a value is gathered; ``info``: if it may be a chunk."""
+def _is_saved_form(param: FlatParam, value: Any, info: DataParallelMeshInfo) -> bool:
+    return is_sharded(value) and is_own_chunk(param, value, info)
+
+
+def _told(value: Any) -> str:
+    """Return what decides whether, and how, a value is gathered."""
     if value is None:
         return "absent"
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     if not is_sharded(value):
         return f"{tuple(value.shape)}"
-    return f"{tuple(value.shape)} {form_told(value)}" + (
-        " as it is saved" if info and is_chunk(value, info) else ""
-    )
+    return f"{tuple(value.shape)} {form_told(value)}"

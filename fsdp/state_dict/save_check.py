@@ -23,7 +23,8 @@ def check_save(top: WrappedUnit) -> None:
 
     Starts the tree as the first forward does.
 
-    *Collective* over the shard groups of the units with parameters: one all-gather of 16 bytes per
+    *Collective* over the shard groups of the units with parameters, and over the groups of tensor
+    parallelism: one all-gather of 16 bytes per
     rank, whatever the form, or a rank would wait for one that asks for another form. None for
     units that are whole inside a summon, which one rank alone may save.
 
@@ -39,9 +40,10 @@ def check_save(top: WrappedUnit) -> None:
     if not opened:
         is_root(top)
     groups = dict.fromkeys(
-        unit._state.mesh_info.shard_group
+        group
         for unit in units
         if unit._state.groups and unit not in opened
+        for group in (unit._state.mesh_info.shard_group, *unit._state.model_groups)
     )
     shards = [group for group in groups if group is not None]
     lines = [unit_line(unit, start, changes_saves) for unit, start in unit_prefixes(top, "")]

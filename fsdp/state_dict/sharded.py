@@ -16,11 +16,21 @@ import torch
 from fsdp.engine.mesh import device_of
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.trace import logger
+from fsdp.flat_parameter import flat_params
 from fsdp.full_params import taken_out, whole_params
 from fsdp.plain_names import PREFIX
 from fsdp.state_dict.exchange import chunks_of, fill_from_chunks
-from fsdp.state_dict.form import chunked, from_chunk, gathered, own_chunk
+from fsdp.state_dict.form import chunked, gathered
 from fsdp.state_dict.hooked import changes_loads, changes_saves
+from fsdp.state_dict.members import (
+    chunk_of,
+    cut,
+    is_of,
+    part_of,
+    parts_of_entries,
+    place_of_part,
+    to_load,
+)
 from fsdp.state_dict.names import below, param_names
 from fsdp.state_dict.stand_ins import StandIns
 from fsdp.state_dict.tensors import finish_others, memory_of
@@ -78,7 +88,7 @@ def _load_whole(unit: WrappedUnit, found: MutableMapping[str, Any], names: Names
     for group in unit._state.groups:
         for key in (name for each in names for name in each if name in found):
             found[key] = gathered(found[key], unit._state.device, group=group.mesh_info.shard_group)
-    with whole_params(unit._state, writeback=True):
+    with whole_params(unit._state, writeback=True), parts_of_entries(unit._state.groups):
         yield
 
 
@@ -90,18 +100,19 @@ def _load_chunks(
         if group is None:
             yield
             return
+        params = flat_params(group.shard.plain)
         there = [
             [key for key in each if isinstance(found.get(key), torch.Tensor)] for each in names
         ]
         chunks = {
-            index: own_chunk(found[key], group.mesh_info)
+            index: to_load(params[index], found[key], group.mesh_info)
             for index, keys in enumerate(there)
             for key in keys  # of several names the last one counts, as in any module
         }
         fill_from_chunks(group, chunks)
         del chunks
         with StandIns(group).shown():
-            for keys, param in zip(there, group.shard.plain, strict=True):
+            for keys, param in zip(there, params, strict=True):
                 found.update(dict.fromkeys(keys, param.registered()))
             yield
 
@@ -120,13 +131,13 @@ def _finish(
         if index is not None:
             keys.setdefault(index, []).append(key)
     chunks = chunks_of(group)
-    for index, param in enumerate(group.shard.plain):
+    for index, param in enumerate(flat_params(group.shard.plain)):
         for number, key in enumerate(keys.get(index, [])):
             # Every name has memory of its own, as in the full form.
             own = chunks[index] if number == 0 else chunks[index].clone()
-            found[key] = from_chunk(
+            found[key] = chunk_of(
+                param,
                 own,
-                param.shape,
                 group.mesh_info,
                 use_dtensor=unit._device_mesh is not None,
                 offload_to_cpu=config.offload_to_cpu,
@@ -137,16 +148,23 @@ def _finish(
 def _finish_whole(
     unit: WrappedUnit, config: StateDictConfig, found: MutableMapping[str, Any], prefix: str
 ) -> None:
-    names = {f"{prefix}{name}" for each in param_names(unit) for name in each}
+    use_dtensor, offload = unit._device_mesh is not None, config.offload_to_cpu
     for group in unit._state.groups:
-        whole = {memory_of(param.registered()) for param in group.fsdp_params} - {None}
+        info, params = group.mesh_info, flat_params(group.shard.plain)
+        names = {
+            f"{prefix}{name}": param
+            for param, each in zip(params, param_names(unit), strict=True)
+            for name in each
+        }
+        whole = {memory_of(param.registered()) for param in params} - {None}
+        parts = {place_of_part(param.registered()): param for param in params}
         for key in below(found, prefix):
             value = found[key]
-            if memory_of(value) in whole or (key in names and memory_of(value) is not None):
-                found[key] = chunked(
-                    value.to(device_of(group.mesh_info.mesh)),
-                    group.mesh_info,
-                    use_dtensor=unit._device_mesh is not None,
-                    offload_to_cpu=config.offload_to_cpu,
-                )
+            param = names.get(key) or parts.get(place_of_part(value))
+            if param is not None and param.outer is not None and is_of(param, value):
+                own = part_of(param, value, info)
+                found[key] = cut(param, own, info, use_dtensor=True, offload_to_cpu=offload)
+            elif memory_of(value) in whole or (key in names and memory_of(value) is not None):
+                value = value.to(device_of(info.mesh))
+                found[key] = chunked(value, info, use_dtensor=use_dtensor, offload_to_cpu=offload)
     finish_others(unit, found, prefix, to_cpu=config.offload_to_cpu)

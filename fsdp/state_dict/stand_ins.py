@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.torch_private import local_tensor
 from fsdp.flat_exposure import FlatExposure
 from fsdp.flat_parameter import flat_params
 from fsdp.original_exposure import OriginalExposure
@@ -49,6 +51,8 @@ class StandIns:
 
     def index_of(self, value: Any) -> int | None:
         """Return for which parameter ``value`` stands; None if for none."""
-        if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+        if isinstance(value, DTensor):
+            value = local_tensor(value)
+        elif type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
             return None
         return self._index.get(value.untyped_storage().data_ptr())

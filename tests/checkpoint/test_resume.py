@@ -17,6 +17,7 @@ from torch import nn
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel, checkpoint
 from fsdp.reshard import reshard
+from tests.draws import draws
 from tests.fsdp.plain import Stack, batch, loss_of, whole
 from tests.fsdp.ranks import on_ranks
 from tests.reshard.faces import everything, made, same
@@ -201,7 +202,8 @@ def test_there_and_back_and_one_step(case: Case) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.property
 @given(CASES)
-@settings(QUICK, max_examples=500)
+@settings(QUICK, max_examples=draws())
 def test_there_and_back_and_one_step_in_many_draws(case: Case) -> None:
     check(case)

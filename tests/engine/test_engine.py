@@ -10,7 +10,8 @@ import pytest
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS
-from conformance.session import Session, Setting, Subject
+from conformance.session import Session, Setting
+from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict
 
 ENGINE = "tests.engine.adapter"

@@ -46,7 +46,8 @@ class OrderedStreams:
     def __init__(self) -> None:
         self._running = [COMPUTE]
         self.clocks: dict[str, dict[str, int]] = defaultdict(dict)
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # every time that one is recorded
+        self.made = 0
 
     def current(self) -> str:
         return self._running[-1]
@@ -59,9 +60,13 @@ class OrderedStreams:
         finally:
             self._running.pop()
 
-    def record(self, stream: str | None = None) -> Event:
-        self.events.append(Event(dict(self.clocks[stream or self.current()])))
-        return self.events[-1]
+    def record(self, stream: str | None = None, event: Event | None = None) -> Event:
+        if event is None:
+            event = Event({})
+            self.made += 1
+        event.clock = dict(self.clocks[stream or self.current()])
+        self.events.append(event)
+        return event
 
     def wait(self, stream: str, event: Event | None) -> None:
         if event is not None:
@@ -70,7 +75,7 @@ class OrderedStreams:
                 mine[other] = max(mine.get(other, 0), time)
 
     def wait_stream(self, stream: str, other: str) -> None:
-        self.wait(stream, self.record(other))
+        self.wait(stream, self.record(other, Event({})))
 
     def tick(self) -> int:
         """Let the current stream do one more thing, and return its number."""

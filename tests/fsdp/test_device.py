@@ -10,6 +10,7 @@ from torch import nn
 
 from conformance.ranks import RankContext
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp.engine.streams import make_streams
 from tests.fsdp.plain import batch, build, train_plain, train_sharded
 from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_training import shard_blocks
@@ -25,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "offload_unpinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "bf16_reduced": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
 }
 
 
@@ -50,7 +52,7 @@ def _trains(context: RankContext, variant: str) -> list[float]:
     losses = train_sharded(model, context.rank, steps=4, kind="sgd")
     plain = build(blocks=4, hidden=64)
     train_plain(plain, context.world_size, steps=4, kind="sgd")
-    _close(model, plain, 0.05 if variant == "bf16" else 1e-3)
+    _close(model, plain, 0.05 if "bf16" in variant else 1e-3)
     return losses
 
 
@@ -141,3 +143,31 @@ def _first_gather(context: RankContext) -> None:
 def test_a_first_gather_is_not_overtaken_by_kernels_given_before() -> None:
     kind = torch.accelerator.current_accelerator().type
     on_ranks(_first_gather, 2, device=kind)
+
+
+def _streams_in_use(context: RankContext) -> None:
+    """Streams of another device than the current one."""
+    mine = torch.accelerator.current_device_index()
+    other = (mine + 1) % torch.accelerator.device_count()
+    streams = make_streams(torch.device(context.device.type, other))
+    gather, reduce = streams.gather.stream_id, streams.reduce.stream_id
+
+    def now() -> tuple[int, int]:
+        current = torch.accelerator.current_stream(other).stream_id
+        return torch.accelerator.current_device_index(), current
+
+    before = now()
+
+    with streams.on(streams.gather):
+        assert now() == (other, gather)
+        with streams.on(streams.gather), streams.on(streams.reduce):
+            assert now() == (other, reduce)
+        assert now() == (other, gather)
+        with pytest.raises(KeyError), streams.on(streams.reduce):
+            raise KeyError
+        assert now() == (other, gather)
+    assert now() == before
+
+
+def test_a_stream_is_current_in_its_body_only() -> None:
+    on_ranks(_streams_in_use, 2, device=torch.accelerator.current_accelerator().type)

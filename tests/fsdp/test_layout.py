@@ -5,11 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp.engine.layout import Extent, Layout, end_to_end, side_by_side
+from tests.draws import draws
 
+LAW = settings(max_examples=draws(100, integers=True), deadline=None)
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=5)
 WORLDS = st.integers(1, 6)
 ALIGNS = st.sampled_from([1, 2, 4, 8])
@@ -55,6 +57,8 @@ def shards_of(layout: Layout, params):
     return packed
 
 
+@pytest.mark.property
+@LAW
 @given(layouts())
 def test_every_element_lies_in_exactly_one_place(drawn):
     shapes, layout = drawn
@@ -63,6 +67,8 @@ def test_every_element_lies_in_exactly_one_place(drawn):
     assert packed[packed > 0].sort().values.tolist() == list(range(1, total + 1))
 
 
+@pytest.mark.property
+@LAW
 @given(layouts())
 def test_fragments_cover_every_shard_without_overlap_and_shards_are_equal(drawn):
     _, layout = drawn
@@ -75,6 +81,8 @@ def test_fragments_cover_every_shard_without_overlap_and_shards_are_equal(drawn)
         assert end == layout.shard_numel
 
 
+@pytest.mark.property
+@LAW
 @given(layouts())
 def test_locate_agrees_with_packing(drawn):
     shapes, layout = drawn
@@ -86,6 +94,8 @@ def test_locate_agrees_with_packing(drawn):
             assert packed[rank, offset] == value
 
 
+@pytest.mark.property
+@LAW
 @given(layouts())
 def test_runs_give_the_parameter_back(drawn):
     shapes, layout = drawn
@@ -98,6 +108,8 @@ def test_runs_give_the_parameter_back(drawn):
         assert found.tolist() == param.flatten().tolist()
 
 
+@pytest.mark.property
+@LAW
 @given(layouts())
 def test_one_run_means_a_view_of_the_gathered_shards(drawn):
     shapes, layout = drawn
@@ -110,6 +122,8 @@ def test_one_run_means_a_view_of_the_gathered_shards(drawn):
         assert gathered[start : start + param.numel()].tolist() == param.flatten().tolist()
 
 
+@pytest.mark.property
+@LAW
 @given(SHAPES, WORLDS, ALIGNS)
 def test_not_one_run_means_that_no_view_exists(shapes, world, align):
     layout = side_by_side([Extent.of(s, 0) for s in shapes], world, align=align)
@@ -122,6 +136,8 @@ def test_not_one_run_means_that_no_view_exists(shapes, world, align):
             assert all(gathered[i : i + len(wanted)] != wanted for i in starts)
 
 
+@pytest.mark.property
+@LAW
 @given(SHAPES, WORLDS, ALIGNS, st.data())
 def test_columns_cut_the_gathered_shards_into_whole_parameters(shapes, world, align, data):
     dims = [data.draw(st.integers(0, len(s) - 1)) for s in shapes]
@@ -141,6 +157,8 @@ def test_columns_cut_the_gathered_shards_into_whole_parameters(shapes, world, al
         assert block[:numel].tolist() == params[column.param].flatten().tolist()
 
 
+@pytest.mark.property
+@LAW
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), WORLDS, st.data())
 def test_side_by_side_pieces_are_the_chunks_of_torch(shape, world, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -154,6 +172,8 @@ def test_side_by_side_pieces_are_the_chunks_of_torch(shape, world, data):
         assert got.flatten().tolist() == wanted.flatten().tolist()
 
 
+@pytest.mark.property
+@LAW
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), WORLDS)
 def test_end_to_end_shards_are_the_chunks_of_the_concatenation(numels, world):
     whole = torch.arange(1, sum(numels) + 1)
@@ -175,6 +195,8 @@ def test_alignment_gaps_are_those_of_the_specification(numels, align, total):
     assert all(layout.gathered_offset(i) % align == 0 for i in range(len(numels)))
 
 
+@pytest.mark.property
+@LAW
 @given(layouts())
 def test_every_unit_has_a_place_in_the_unsharded_buffer(drawn):
     shapes, layout = drawn
@@ -187,6 +209,8 @@ def test_every_unit_has_a_place_in_the_unsharded_buffer(drawn):
     assert all(stop <= layout.total_numel for _, stop in spans)
 
 
+@pytest.mark.property
+@LAW
 @given(SHAPES, WORLDS, ALIGNS)
 def test_aligned_windows_start_at_multiples_and_keep_ranks_aligned(shapes, world, align):
     layout = side_by_side([Extent.of(s, 0) for s in shapes], world, align=align)
@@ -206,6 +230,8 @@ def test_a_dim_that_does_not_exist_is_refused():
         Extent.of((3, 4), 2)
 
 
+@pytest.mark.property
+@LAW
 @given(layouts())
 def test_the_packing_order_covers_all_shards(drawn):
     shapes, layout = drawn
@@ -214,6 +240,8 @@ def test_the_packing_order_covers_all_shards(drawn):
     assert params == list(range(len(shapes)))
 
 
+@pytest.mark.property
+@LAW
 @given(SHAPES, WORLDS, ALIGNS)
 def test_side_by_side_has_columns(shapes, world, align):
     assert side_by_side([Extent.of(s, 0) for s in shapes], world, align=align).has_columns

@@ -24,7 +24,7 @@ from fsdp import (
     fully_shard,
 )
 from fsdp.engine.managed import move_to
-from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.mesh import DataParallelMeshInfo, default_device
 from tests.fsdp.plain import DIM, batch, build, compare, loss_of, train_plain, train_sharded, whole
 from tests.fsdp.ranks import agreed, error_of, named_on_every_rank, on_ranks
 from tests.fsdp.test_parallel import Pair
@@ -233,6 +233,16 @@ def _edges_of_reshard(context: RankContext, size: int) -> list[Any]:
 @pytest.mark.parametrize(("size", "wanted"), [(1, ["Tensor", 1]), (2, ["DTensor", 0])])
 def test_one_rank_means_keep_and_all_ranks_mean_reshard(size: int, wanted: list[Any]) -> None:
     assert agreed(_edges_of_reshard, 2, fresh=True, size=size) == wanted
+
+
+def test_an_accelerator_that_torch_serves_and_the_machine_lacks_is_no_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def served(check_available: bool = False) -> torch.device | None:  # noqa: FBT001, FBT002
+        return None if check_available else torch.device("meta")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", served)
+    assert default_device() == torch.device("cpu")
 
 
 def test_names_of_dims_are_a_tuple_however_given() -> None:

@@ -132,9 +132,18 @@ def test_memory_is_lent_to_one_reduction_at_a_time_and_empty_in_between() -> Non
     assert other.data.dtype is torch.float64
 
 
+@pytest.mark.parametrize("name", ["uneven", "one"])
+def test_a_rank_s_own_row_is_where_its_shard_is_packed(name: str) -> None:
+    """Backends that reduce in place ask for the row of the rank itself; others do not notice."""
+    for rank, plan in enumerate(_plans(name, 3, cut=True)):
+        lent = plan.borrow(torch.float32, CPU)
+        lent.by_rank.copy_(torch.arange(3).view(3, 1))
+        assert lent.own.tolist() == [float(rank)] * plan.layout.shard_numel
+
+
 def test_memory_of_somebody_else_is_left_alone() -> None:
     plan, *_ = _plans("even", 2, cut=True)
-    theirs = Packed(torch.zeros(plan.layout.total_numel), 2)
+    theirs = plan.around(torch.zeros(plan.layout.total_numel))
     plan.give_back(theirs)
     assert _bytes(theirs)
     assert plan.borrow(torch.float32, CPU) is not theirs

@@ -49,8 +49,8 @@ class FlatExposure:
     def reread(self, params: Sequence[FSDPParam]) -> None:
         """Nobody replaces a flat parameter here."""
 
-    def requires_grad(self, param: FSDPParam) -> bool:
-        return self.flat.requires_grad
+    def requires_grad(self, params: Sequence[FSDPParam]) -> list[bool]:
+        return [self.flat.requires_grad] * len(params)
 
     def leaf(self, param: FSDPParam, whole: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(whole)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,61 +297,46 @@ def test_a_prefetched_gather_may_run_beside_the_computation() -> None:
 
 
 class FakeAccelerator:
-    """The part of an accelerator that knows devices and their current streams."""
+    """The part of an accelerator that knows its current stream; it remembers what is asked."""
 
     def __init__(self) -> None:
-        self.device = 0
-        self.streams = {0: "first", 1: "second"}
+        self.current = ["first"]
         self.log: list[tuple[Any, ...]] = []
 
-    def current_device_index(self) -> int:
-        return self.device
+    def stream(self, device: torch.device, priority: int = 0) -> Any:
+        @contextmanager
+        def body() -> Iterator[None]:
+            self.current.append(f"side of {priority}")
+            yield
+            self.current.pop()
 
-    def set_device_index(self, index: int) -> None:
-        self.device = index
-
-    def current_stream(self, index: int) -> str:
-        return self.streams[index]
-
-    def set_stream(self, stream: str) -> None:
-        """Streams of the second device say so; as with the real one, it becomes the current."""
-        self.device = int(stream.startswith("second"))
-        self.streams[self.device] = stream
+        return body()
 
     def event(self, device: torch.device) -> Any:
-        log = self.log
         return SimpleNamespace(
-            record=lambda stream: log.append(("record", device.index, stream)),
-            wait=lambda stream: log.append(("wait", stream)),
+            record=lambda stream: self.log.append(("record", device.index, stream)),
+            wait=lambda stream: self.log.append(("wait", stream)),
         )
 
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     fake = FakeAccelerator()
-    module = SimpleNamespace(Stream=lambda device, priority=0: f"second's of {priority}")
+    module = SimpleNamespace(Stream=fake.stream)
     monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
-    monkeypatch.setattr(torch, "accelerator", fake)
     monkeypatch.setattr(torch, "Event", fake.event)
+    both = SimpleNamespace(wait_stream=lambda *pair: fake.log.append(("wait for stream", *pair)))
+    monkeypatch.setattr(torch, "Stream", both)
+    monkeypatch.setattr("fsdp.engine.streams.current_stream", lambda _index: fake.current[-1])
     return fake
 
 
 def test_a_stream_is_current_in_its_body_only(accelerator: FakeAccelerator) -> None:
     streams = AcceleratorStreams(torch.device("meta", 1))
-    with streams.on(streams.gather):
-        assert (streams.current(), accelerator.device) == ("second's of -1", 1)
-        with streams.on(streams.gather), streams.on(streams.all_reduce):
-            assert streams.current() == "second's of 0"
-        assert streams.current() == "second's of -1"
-    assert accelerator.streams == {0: "first", 1: "second"}
-    assert accelerator.device == 0
-
-
-def test_an_error_gives_the_stream_back(accelerator: FakeAccelerator) -> None:
-    streams = AcceleratorStreams(torch.device("meta", 1))
-    with pytest.raises(KeyError), streams.on(streams.reduce):
-        raise KeyError
-    assert (accelerator.streams[1], accelerator.device) == ("second", 0)
+    with streams.on(streams.gather), streams.on(streams.all_reduce):
+        assert streams.current() == "side of 0"
+        assert accelerator.current == ["first", "side of -1", "side of 0"]
+    assert streams.current() == "first"
 
 
 def test_events_are_recorded_and_waited_for(accelerator: FakeAccelerator) -> None:
@@ -360,8 +346,14 @@ def test_events_are_recorded_and_waited_for(accelerator: FakeAccelerator) -> Non
     streams.wait("mine", None)
     streams.wait_stream("mine", "other")
     assert accelerator.log == [
-        ("record", 1, "second"),
+        ("record", 1, "first"),
         ("wait", "mine"),
-        ("record", 1, "other"),
-        ("wait", "mine"),
+        ("wait for stream", "mine", "other"),
     ]
+
+
+def test_an_event_that_is_given_is_moved(accelerator: FakeAccelerator) -> None:
+    streams = AcceleratorStreams(torch.device("meta", 1))
+    event = streams.record("other")
+    assert streams.record(event=event) is event
+    assert accelerator.log == [("record", 1, "other"), ("record", 1, "first")]

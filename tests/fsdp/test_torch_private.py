@@ -29,6 +29,7 @@ SOURCE = Path(torch_private.__file__).read_text(encoding="utf-8")
         (torch, "_chunk_cat"),
         (DeviceMesh, "_concatenate"),
         (DeviceMesh, "_flatten"),
+        (torch._C, "_accelerator_getStream"),
         (torch._C, "_current_graph_task_id"),
         (torch.autograd.Variable._execution_engine, "queue_callback"),
         (torch_private.ShardedTensor, "_init_from_local_shards_and_global_metadata"),

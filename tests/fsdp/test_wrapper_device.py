@@ -73,6 +73,13 @@ def test_a_hook_reduces_like_none(name: str, strategy: str, *, original: bool) -
     on_ranks(_hook, 2, device=kind(), name=name, strategy=strategy, original=original)
 
 
+def busy(device: torch.device) -> None:
+    """Give the device enough work that nothing which is asked of it now is done soon."""
+    much = torch.zeros(4096, 4096, device=device)
+    for _ in range(20):
+        much = much @ much
+
+
 def _scaled(context: RankContext, strategy: str, *, original: bool, offload: bool) -> list[Any]:
     """One rank overflows in the second step: no rank steps, and the factor halves on all."""
     model = on_device(
@@ -90,6 +97,7 @@ def _scaled(context: RankContext, strategy: str, *, original: bool, offload: boo
         if step == 1 and context.rank == 1:
             inputs[0, 0] = float("inf")
         scaler.scale(loss_of(model, inputs)).backward()
+        busy(context.device)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -226,7 +226,7 @@ CONSTRUCTOR: dict[str, tuple[Callable[[], Made], type[Exception], str]] = {
         ValueError,
         "Must flatten tensors with uniform dtype but got",
     ),
-    "dtensor": (lambda: (dtensor_inside(), {}), NotImplementedError, "is a DTensor"),
+    "dtensor": (lambda: (dtensor_inside(), {}), ValueError, "no device_mesh was given"),
     "steps_in_backward": (
         lambda: (steps_in_backward(), {}),
         RuntimeError,

@@ -19,6 +19,7 @@ from conformance.ranks import RankContext
 from fsdp import OptimStateKeyType
 from fsdp.wrap import CustomPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
+from tests.draws import draws
 from tests.fsdp.ranks import on_ranks
 from tests.optim_state.running import FULL, SHARDED, assert_equal, form, quiet
 
@@ -134,8 +135,9 @@ def test_what_is_loaded_is_saved_again_in_any_form_wrapping_and_world(case: Case
 
 
 @pytest.mark.long
+@pytest.mark.property
 @given(_cases())
-@settings(QUICK, max_examples=500)
+@settings(QUICK, max_examples=draws())
 def test_what_is_loaded_is_saved_again_in_many_draws(case: Case) -> None:
     on_ranks(_laws, case.world, case=case)
 
@@ -169,7 +171,8 @@ def test_names_to_numbers_to_names_is_nothing(widths: list[int], order: int) -> 
 
 
 @pytest.mark.long
+@pytest.mark.property
 @given(WIDTHS, st.integers(0, 30))
-@settings(QUICK, max_examples=500)
+@settings(QUICK, max_examples=draws())
 def test_names_to_numbers_to_names_is_nothing_in_many_draws(widths: list[int], order: int) -> None:
     _rekeyed(widths, order)

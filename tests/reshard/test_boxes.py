@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from fsdp.reshard.boxes import boxes_of, cut_run
+from tests.draws import draws
 from tests.reshard.test_plan import SLOW, Side, sides
 
 
@@ -38,8 +39,9 @@ def test_boxes_hold_what_the_shard_holds(both: tuple[Side, Side]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.property
 @given(sides())
-@settings(max_examples=20_000, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=draws(integers=True), deadline=None, suppress_health_check=SLOW)
 def test_boxes_hold_what_the_shard_holds_in_all_draws(both: tuple[Side, Side]) -> None:
     elements(both)
 

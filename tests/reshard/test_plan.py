@@ -16,6 +16,7 @@ from fsdp.reshard.dealt import Dealt, Ranks, by_dim, flat, whole
 from fsdp.reshard.moves import Moves
 from fsdp.reshard.plan import Plan
 from fsdp.reshard.rounds import rounds_of
+from tests.draws import draws
 from tests.reshard import labels
 from tests.reshard.labels import Labels
 
@@ -143,14 +144,16 @@ def test_every_element_arrives_once(both: tuple[Side, Side], host_size: int) -> 
 
 
 @pytest.mark.long
+@pytest.mark.property
 @given(sides(), st.integers(1, 4))
-@settings(max_examples=100_000, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=draws(integers=True), deadline=None, suppress_health_check=SLOW)
 def test_every_element_arrives_once_in_all_draws(both: tuple[Side, Side], host_size: int) -> None:
     check(*both, host_size)
 
 
+@pytest.mark.property
 @given(sides(), st.integers(1, 40))
-@settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=draws(50, integers=True), deadline=None, suppress_health_check=SLOW)
 def test_rounds_move_everything_and_stay_small(both: tuple[Side, Side], limit: int) -> None:
     check_rounds(*both, limit)
 
@@ -179,8 +182,9 @@ def test_all_pairs_of_worlds_and_kinds(first: str, second: str, one: int, other:
     check(source, target)
 
 
+@pytest.mark.property
 @given(sides())
-@settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=draws(50, integers=True), deadline=None, suppress_health_check=SLOW)
 def test_there_and_back_is_the_identity(both: tuple[Side, Side]) -> None:
     (one, held), (other, _) = both
     there, back = Plan(one, other), Plan(other, one)

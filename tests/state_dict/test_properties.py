@@ -13,6 +13,7 @@ from torch import nn
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
+from tests.draws import draws
 from tests.fsdp.ranks import on_ranks
 from tests.state_dict import cells
 
@@ -113,7 +114,8 @@ def _full(context: RankContext, example: dict[str, Any]) -> list[Any]:
     return [[name, value.double().tolist()] for name, value in state.items()]
 
 
-@QUICK
+@pytest.mark.property
+@settings(QUICK, max_examples=draws(25))
 @given(examples(), examples())
 def test_full_is_the_same_however_a_model_is_wrapped(
     example: dict[str, Any], other: dict[str, Any]
@@ -171,10 +173,11 @@ def test_saving_changes_nothing_of_what_follows(example: dict[str, Any]) -> None
     _unchanged(example)
 
 
-LONG = settings(QUICK, max_examples=500)
+LONG = settings(QUICK, max_examples=draws())
 
 
 @pytest.mark.long
+@pytest.mark.property
 @LONG
 @given(examples(), st.sampled_from(list(cells.KINDS)))
 def test_every_form_comes_back_in_many_more_cases(example: dict[str, Any], kind: str) -> None:
@@ -182,6 +185,7 @@ def test_every_form_comes_back_in_many_more_cases(example: dict[str, Any], kind:
 
 
 @pytest.mark.long
+@pytest.mark.property
 @LONG
 @given(examples())
 def test_saving_changes_nothing_in_many_more_cases(example: dict[str, Any]) -> None:
