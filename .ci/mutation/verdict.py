@@ -1,0 +1,87 @@
+"""What a run says of its mutant, and the table of all of them. Must not know processes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from crew import Answer
+
+KILLED, SURVIVED = "killed", "survived"
+UNIMPORTABLE, TIME_OUT, HARNESS = "unimportable", "time-out", "harness"
+OUTCOMES = (KILLED, SURVIVED, TIME_OUT, HARNESS, UNIMPORTABLE)
+_COLLECTION_FAILED = (1, 2, 4)
+_LOST_RANKS = {"HANG", "CRASH", "DESYNC", "TRANSPORT"}
+"""Verdicts on ranks that a time-out, a dead process or a broken connection led to."""
+_UNSTABLE = re.compile(r"DeadlineExceeded|FlakyFailure|hypothesis\.errors|MemoryError")
+
+
+def outcome(answer: Answer) -> tuple[str, str]:
+    """Return how a run ended, and the test that failed first or what happened instead.
+
+    Killed is only what an assertion or an exception of a test has told. Ranks that hang, die or
+    lose each other are `time-out` and `harness`, as is a run that ends in another way.
+    """
+    failure = answer.failure
+    if answer.exit is None:
+        return TIME_OUT, "the run"
+    if answer.exit == 0:
+        return SURVIVED, ""
+    if failure is None:
+        return HARNESS, f"exit status {answer.exit}: {answer.output[-200:]}"
+    if failure["when"] == "collect" and answer.exit in _COLLECTION_FAILED:
+        return UNIMPORTABLE, failure["test"]
+    if answer.exit != 1:
+        return HARNESS, f"exit status {answer.exit}: {failure['text'][-200:]}"
+    if failure["ranks"] in _LOST_RANKS:
+        kind = TIME_OUT if failure["ranks"] == "HANG" else HARNESS
+        return kind, f"{failure['ranks']} in {failure['test']}"
+    if _UNSTABLE.search(failure["text"]):
+        return HARNESS, failure["test"]
+    return KILLED, failure["test"]
+
+
+def report(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the table by module and what was not killed, in Markdown."""
+    records = sorted(records, key=lambda r: (not r["whole"], r["module"], r["line"], r["key"]))
+    lines: list[str] = []
+    for whole, title in ((True, "Every mutant"), (False, "A sample")):
+        part = [record for record in records if record["whole"] is whole]
+        if part:
+            lines += [f"## {title}", "", *_table(part), ""]
+    rest = [r for r in records if r["outcome"] in (SURVIVED, TIME_OUT, HARNESS)]
+    lines += ["## Not killed", ""]
+    for record in rest:
+        where = f"`{record['module']}:{record['line']}`"
+        told = f" ({record['told']})" if record["told"] else ""
+        lines += [
+            f"- {where} {record['operator']}: {record['outcome']}{told}",
+            f"  - `{record['old']}`",
+            f"  - `{record['new']}`",
+        ]
+    return lines
+
+
+def _table(records: list[Mapping[str, Any]]) -> list[str]:
+    modules = dict.fromkeys(record["module"] for record in records)
+    rows = [(module, _count(r for r in records if r["module"] == module)) for module in modules]
+    lines = [
+        f"| module | mutants | {' | '.join(OUTCOMES)} | killed / imported |",
+        f"|---|{'---:|' * (len(OUTCOMES) + 2)}",
+    ]
+    for name, counts in [*rows, ("**all**", _count(records))]:
+        cells = (str(counts[each]) for each in OUTCOMES)
+        share = f"{rate(counts):.1%}" if counts.total() > counts[UNIMPORTABLE] else "-"
+        lines.append(f"| {name} | {counts.total()} | {' | '.join(cells)} | {share} |")
+    return lines
+
+
+def rate(counts: Counter[str]) -> float:
+    """Return the killed among those that can be imported; time-outs and the like count against."""
+    return counts[KILLED] / (counts.total() - counts[UNIMPORTABLE])
+
+
+def _count(records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    return Counter(record["outcome"] for record in records)
