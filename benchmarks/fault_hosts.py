@@ -12,7 +12,9 @@ from fault_cases import NEXT, WAIT, wait
 from conformance.adapter import Wrapped
 from conformance.adapters.torch_ddp import DataParallelAdapter
 from conformance.case import Case
-from conformance.session import Session, Setting, Subject, judge_stored
+from conformance.session import Session, Setting
+from conformance.stored import judge_stored
+from conformance.subject import Subject
 from conformance.verdicts import COMPLETED
 from tests.testing.faults import Place
 from tests.testing.faulty import Faults, FaultyAdapter

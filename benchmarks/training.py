@@ -8,8 +8,9 @@ Faces: `composable` is `fully_shard`; `flat` and `original` are `FullyShardedDat
 Prints, per implementation, the median milliseconds of forward, backward and optimizer over all
 rounds, the spread (half the distance between quartiles), peak device memory where there is one,
 and the ratios of the medians of a step and of the peaks, ours over torch's. "bare" trains without
-any wrapper. For `FullyShardedDataParallel` also the milliseconds of a clip and of a summon of all
-parameters. One model is there at a time: a round builds it anew, so that a peak is its own.
+any wrapper, "ddp" with `DistributedDataParallel` around the same. For `FullyShardedDataParallel`
+also the milliseconds of a clip and of a summon of all parameters. One model is there at a time: a
+round builds it anew, so that a peak is its own.
 
 `--out` writes every step's seconds and the machine as JSON, the printed table beside it, and with
 `--profile` where the host spends one step of each (own time by operation and by phase).
@@ -157,6 +158,9 @@ class Trainee:
             model = FACES[args.face](PACKAGES[self.name], model, dtype, device)
         elif dtype is not None:
             model.to(dtype)
+        if self.name == "ddp":
+            ids = None if device.type == "cpu" else [device]
+            model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -325,7 +329,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--bf16", action="store_true", default=None)
-    parser.add_argument("--implementations", nargs="+", default=["ours", "torch", "bare"])
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        choices=("ours", "torch", "ddp", "bare"),
+        default=["ours", "torch", "bare"],
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
     parser.add_argument("--profile", action="store_true", help="needs --out")
     args = parser.parse_args()
