@@ -22,6 +22,7 @@ from conformance.gather import full_copies
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 StateKind = Literal["full", "sharded", "local"]
+TravelDtype = Literal["parameter", "float64", "float32", "bfloat16", "float16"]
 
 CAPABILITIES: Mapping[str, str] = {
     "gradients": "full gradients can be read between backward and the optimizer step",
@@ -33,6 +34,8 @@ CAPABILITIES: Mapping[str, str] = {
     "clip.gradients": "full gradients can be read between clipping and the optimizer step",
     "two_forwards": "two forward passes before two backward passes",
     "unused_parameters": "trains a model with parameters that take no part in forward",
+    "unused_parameters.varying": "parameters may take part in some micro-batches and steps only",
+    "optimizer.whole": "optimizers that need the norm of each whole parameter",
     "shard.parameters": "each rank stores a part of the parameters",
     "shard.optimizer": "each rank stores a part of the optimizer state",
     "memory.reshard": "unsharded parameters are freed after backward and after evaluation",
@@ -42,6 +45,9 @@ CAPABILITIES: Mapping[str, str] = {
     "optim_state.full": "full optimizer state, saved and loaded",
     "optim_state.sharded": "sharded optimizer state, saved and loaded",
     "optim_state.local": "local optimizer state, saved and loaded",
+    "hooks.parameters": "hooks registered on parameters run for every backward",
+    "scaler": "trains with a gradient scaler",
+    "meta": "a model on the meta device is wrapped, and a full state loaded into it",
     "save": "save to and load from a directory",
 }
 
@@ -68,6 +74,10 @@ class Conventions:
             zero where another parameter of its unit took part, which is what one flat gradient per
             unit gives, and none elsewhere.
         ignored: gradients of parameters that the wrapper was told to ignore.
+        gathers: sharded parameters are gathered once for forward and backward, or once for each.
+        reduces: of gradients of sharded parameters a rank receives its part, or the whole.
+        gathered_as: dtype in which they travel; "parameter" is their own.
+        reduced_as: dtype in which gradients travel.
 
     Raises:
         ValueError: a choice that there is not.
@@ -78,6 +88,10 @@ class Conventions:
     buffers: Literal["local", "rank0"] = "local"
     unused_grad: Literal["none", "zero", "unit"] = "none"
     ignored: Literal["unreduced", "reduced"] = "unreduced"
+    gathers: Literal["once", "twice"] = "twice"
+    reduces: Literal["part", "whole"] = "part"
+    gathered_as: TravelDtype = "parameter"
+    reduced_as: TravelDtype = "parameter"
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Conventions).items():
@@ -115,7 +129,7 @@ class BuildConfig:
     """What `Adapter.build` is told about the run.
 
     Attributes:
-        device: where the model already is and the wrapper shall compute.
+        device: where the wrapper shall compute, and where the model already is, or meta.
         world_size: ranks in the default process group.
         units: module classes that become a parameter group of their own; the root always is one.
         options: the variant's options.
@@ -200,6 +214,9 @@ class Adapter:
     ) -> Wrapped:
         """Wrap `model`, which is on ``config.device``, and make its optimizer.
 
+        Who claims "meta" may be given one on the meta device: it gets storage on
+        ``config.device`` before the optimizer is made, whatever that storage holds.
+
         Raises:
             Refusal: the wrapper cannot do this configuration; on all ranks or on none.
         """
@@ -268,6 +285,18 @@ class Adapter:
             loss = loss_fn(w.module, batch)
         w.module.train()
         return loss
+
+    def weights(self, w: Wrapped) -> list[Tensor]:
+        """What an average of weights over steps reads and writes, between steps."""
+        return list(w.module.parameters())
+
+    def make_scaler(self, w: Wrapped, device: torch.device) -> Any:
+        """A fresh gradient scaler that suits the wrapper, with the usual defaults."""
+        return torch.amp.GradScaler(device.type)
+
+    def scaled_step(self, w: Wrapped, scaler: Any) -> None:
+        """Step the optimizer through a scaler, which may skip it."""
+        scaler.step(w.optimizer)
 
     # -- side doors: must not go through the feature under test -----------------------------------
 

@@ -1,8 +1,9 @@
 """The other truth: ``DistributedDataParallel`` on the ranks of the run, instead of one process.
 
 For models that one process cannot train for all ranks. It trains and reduces as DDP does; states
-are kept in memory, and what the adapter under test declares differently (sums, gradients of unused
-parameters, buffers) is done around it. Its noise is measured as the oracle's is.
+are copies, or files of its own, and what the adapter under test declares differently (sums,
+gradients of unused parameters, buffers) is done around it. Its noise is measured as the oracle's
+is.
 """
 
 from __future__ import annotations
@@ -81,7 +82,6 @@ class Baseline(InMemory, DataParallelAdapter):
         )
         self.first = world - 1 if reverse else 0
         self.rank = abs(self.first - dist.get_rank())
-        self._saved: dict[Path, tuple[Any, Any]] = {}
 
     def build(
         self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
@@ -132,7 +132,7 @@ class Baseline(InMemory, DataParallelAdapter):
         self._take_over_buffers(w)
         return super().evaluate(w, batch, loss_fn)
 
-    # -- states: kept in memory, whatever the kind -------------------------------------------------
+    # -- states: the same, whatever the kind -------------------------------------------------------
 
     def model_state(
         self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
@@ -148,6 +148,21 @@ class Baseline(InMemory, DataParallelAdapter):
         box: list[Any] = [dict(state)]
         dist.broadcast_object_list(box, src=self.first)
         self.bare(w).load_state_dict(dict(state) or box[0])
+
+    def save(self, w: Wrapped, directory: Path) -> None:
+        """Keep both states in a file of this rank: another job may load them."""
+        directory.mkdir(parents=True, exist_ok=True)
+        states = (self.model_state(w, "full"), self.optim_state(w, "full"))
+        torch.save(states, directory / f"rank{self.rank}.pt")
+
+    def load(self, w: Wrapped, directory: Path) -> None:
+        """Load what this rank has saved, or rank 0 if there was no such rank."""
+        own = directory / f"rank{self.rank}.pt"
+        path = own if own.exists() else directory / "rank0.pt"
+        # whatever the model's state holds: this run has written the file
+        model, optimizer = torch.load(path, map_location="cpu", weights_only=False)
+        self.load_model_state(w, "full", model)
+        self.load_optim_state(w, "full", optimizer)
 
     # -- what defects would have produced: see `conformance.oracle_run.Truth` ----------------------
 

@@ -18,6 +18,7 @@ class Cause(StrEnum):
     NOT_REDUCED = "not-reduced"
     STALE = "stale"
     OFF_BY_ONE_SHARD = "off-by-one-shard"
+    CUT_FOR_OTHER_RANKS = "cut-for-other-ranks"
     PERMUTED = "permuted"
     ZERO = "zero"
     SIGN = "sign"
@@ -26,6 +27,8 @@ class Cause(StrEnum):
     DTYPE_ROUND_TRIP = "dtype-round-trip"
     WRONG_DTYPE = "wrong-dtype"
     WRONG_SHAPE = "wrong-shape"
+    WRONG_STRIDES = "wrong-strides"
+    WRONG_COUNT = "wrong-count"
     WRONG_DEVICE = "wrong-device"
     UNTIED = "untied"
     FROZEN_CHANGED = "frozen-changed"
@@ -44,6 +47,8 @@ class Cause(StrEnum):
     CONVENTION_BROKEN = "convention-broken"
     REDUCED_IN_NO_SYNC = "reduced-in-no-sync"
     REDUCED_REPEATEDLY = "reduced-repeatedly"
+    GATHERED_REPEATEDLY = "gathered-repeatedly"
+    NOT_SCATTERED = "not-scattered"
     OTHER_COLLECTIVE = "other-collective"
     NOT_SHARDED = "not-sharded"
     NOT_FREED = "not-freed"
@@ -64,6 +69,7 @@ MEANING: dict[Cause, str] = {
     Cause.NOT_REDUCED: "this rank's own value, not reduced",
     Cause.STALE: "the value of an earlier step",
     Cause.OFF_BY_ONE_SHARD: "rows shifted by one",
+    Cause.CUT_FOR_OTHER_RANKS: "cut as for another number of ranks",
     Cause.PERMUTED: "right values in the wrong places",
     Cause.ZERO: "zero",
     Cause.SIGN: "the sign is flipped",
@@ -72,6 +78,8 @@ MEANING: dict[Cause, str] = {
     Cause.DTYPE_ROUND_TRIP: "rounded through a shorter dtype",
     Cause.WRONG_DTYPE: "wrong dtype",
     Cause.WRONG_SHAPE: "wrong shape",
+    Cause.WRONG_STRIDES: "another memory format",
+    Cause.WRONG_COUNT: "ran another number of times",
     Cause.WRONG_DEVICE: "wrong device",
     Cause.UNTIED: "tied parameters became two",
     Cause.FROZEN_CHANGED: "a frozen parameter changed",
@@ -90,6 +98,8 @@ MEANING: dict[Cause, str] = {
     Cause.CONVENTION_BROKEN: "the convention is not kept",
     Cause.REDUCED_IN_NO_SYNC: "gradients reduced inside no_sync",
     Cause.REDUCED_REPEATEDLY: "gradients reduced more than once per group",
+    Cause.GATHERED_REPEATEDLY: "parameters gathered more often than the strategy needs",
+    Cause.NOT_SCATTERED: "every rank gets the whole gradient, not its part",
     Cause.OTHER_COLLECTIVE: "ranks issued different collectives",
     Cause.NOT_SHARDED: "every rank holds everything",
     Cause.NOT_FREED: "memory is not given back",

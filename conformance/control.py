@@ -19,7 +19,7 @@ from conformance.models import case as model_named
 from conformance.plan import Depth, Planned, plan
 from conformance.report.lines import Role
 from conformance.scenarios.sequence import SEQUENCE, needs_of
-from conformance.session import Subject
+from conformance.subject import Subject
 from conformance.verdicts import BAD, Finding, Verdict
 
 CONTROL = Subject(adapter="torch.DistributedDataParallel")

@@ -21,7 +21,7 @@ from conformance.models import ModelCase, case, drawn
 from conformance.optimizers import OPTIMIZERS
 from conformance.plan import Depth, Planned, judges, plan
 from conformance.scenarios.sequence import ACTS, SEQUENCE
-from conformance.session import Subject
+from conformance.subject import Subject
 
 Part: TypeAlias = drawn.Layer | drawn.Unit
 MAX_SIZE, MAX_ITEMS, MAX_DEPTH, MAX_ACTS, MAX_ACCUMULATION = 9, 3, 2, 5, 4

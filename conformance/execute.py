@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,12 @@ from conformance.oracle_run import OracleRun
 from conformance.per_rank import PerRank
 from conformance.ranks import Job, RankContext
 from conformance.ranks.job import load_function
-from conformance.scenarios import SCENARIOS, Run
-from conformance.scenarios.run import Writer
+from conformance.scenarios import SCENARIOS, Run, Scenario
+from conformance.scenarios.carriers import Held, InFile
+from conformance.scenarios.run import Carrier, Writer
+
+STEPS_OF_A_SEED = 1000
+"""More than any scenario asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,8 @@ class CaseRequest:
         variant: its variant.
         case: the case's string.
         seed: of the ranks' random numbers.
-        directory: where the history goes.
+        directory: where the history goes, and what the second job loads.
+        second: whether this is the second job of the case.
         probe: capabilities to use although they are not claimed.
         mutant: a defect to plant.
         source: file of the adapter's module, which may not be importable by its name.
@@ -64,6 +69,7 @@ class CaseRequest:
     case: str
     seed: int
     directory: str
+    second: bool = False
     probe: tuple[str, ...] = ()
     mutant: str | None = None
     source: str | None = None
@@ -80,6 +86,8 @@ class OracleRequest:
         case: the case's string.
         seed: of the ranks' random numbers.
         directory: where the three histories go.
+        second_world: virtual ranks of the case's second job; ``None`` if it has one job only.
+        second: whether this is the second job; the oracle runs both in one.
     """
 
     world: int
@@ -88,6 +96,23 @@ class OracleRequest:
     case: str
     seed: int
     directory: str
+    second_world: int | None = None
+    second: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job that is meant."""
+        return self.second_world if self.second and self.second_world else self.world
+
+    def jobs(self) -> tuple[OracleRequest, ...]:
+        """The requests of the case's jobs."""
+        second = () if self.second_world is None else (replace(self, second=True),)
+        return (replace(self, second=False), *second)
+
+
+def of_job(directory: Path, *, second: bool) -> Path:
+    """Where the history of the first or the second job of a case lies in the case's folder."""
+    return directory / "second" if second else directory
 
 
 def run_case(context: RankContext, *, request: CaseRequest) -> None:
@@ -97,14 +122,14 @@ def run_case(context: RankContext, *, request: CaseRequest) -> None:
     """
     case = Case.parse(request.case)
     model = models.case(case.model)
-    directory = Path(request.directory)
+    directory, scenario = Path(request.directory), SCENARIOS[case.scenario]
     header = {
         "case": request.case,
         "adapter": request.adapter,
         "variant": request.variant,
         "world": context.world_size,
     }
-    writer = HistoryWriter(directory, context.rank, header)
+    writer = HistoryWriter(of_job(directory, second=request.second), context.rank, header)
     torch.manual_seed(rank_seed(request.seed, context.rank))
     with ExitStack() as stack:
         stack.callback(writer.close)
@@ -121,39 +146,55 @@ def run_case(context: RankContext, *, request: CaseRequest) -> None:
             model=model,
             writer=writer,
             batch=lambda step, micro: models.move(
-                model.batch(context.rank, step, micro), context.device
+                model.batch(context.rank, drawn_step(request.seed, step), micro), context.device
             ),
             device=context.device,
             world=context.world_size,
             options=options,
             scratch=directory,
+            carrier=InFile(path=directory / "states.pt", rank=context.rank),
             recorder=context.recorder,
         )
         stack.callback(lambda: writer.collectives(context.recorder.records))
-        SCENARIOS[case.scenario].program(run)
+        program_of(scenario, second=request.second)(run)
+
+
+def program_of(scenario: Scenario, *, second: bool) -> Callable[[Run], None]:
+    """What the first or the second job of a scenario runs."""
+    if not second:
+        return scenario.program
+    assert scenario.second is not None, f"{scenario.name} has no second job"
+    return scenario.second
 
 
 def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
     """Run one case unsharded, three times: reference, float64, other order of additions.
 
-    The three runs are dealt to the ranks, which know nothing of each other: no collective.
+    The three runs are dealt to the ranks, which know nothing of each other: no collective. Of a
+    case with two jobs, each run is both.
     """
     for name, flavour in list(ORACLE_RUNS.items())[context.rank :: context.world_size]:
-        directory = Path(request.directory) / name
-        adapter = VirtualRanks(
-            request.world,
-            request.conventions,
-            frozenset(request.capabilities),
-            seed=request.seed,
-            reverse=flavour.reverse,
-        )
-        with VirtualWriter(directory, request.world) as writer:
-            batch = virtual_batches(request, context.device, flavour.dtype)
-            run_truth(request, name, context.device, adapter, writer, batch)
+        kept: dict[Path, tuple[Any, Any]] = {}
+        states = None
+        for job in request.jobs():
+            adapter = VirtualRanks(
+                job.ranks,
+                request.conventions,
+                frozenset(request.capabilities),
+                seed=request.seed,
+                reverse=flavour.reverse,
+                saved=kept,
+            )
+            carrier = Held(world=job.ranks, states=states)
+            directory = of_job(Path(request.directory) / name, second=job.second)
+            with VirtualWriter(directory, job.ranks) as writer:
+                batch = virtual_batches(job, context.device, flavour.dtype)
+                run_truth(job, name, context.device, adapter, writer, batch, carrier)
+            states = carrier.states
 
 
 def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
-    """Run one case three times with the baseline wrapper, on all ranks of the run.
+    """Run one job of a case three times with the baseline wrapper, on all ranks of the run.
 
     *Collective* over the default group. In the run with the other order of additions, the last
     process plays rank 0.
@@ -161,28 +202,31 @@ def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
     from conformance.baseline import Baseline
 
     for name, flavour in ORACLE_RUNS.items():
-        directory = Path(request.directory) / name
+        folder = Path(request.directory) / name
         adapter = Baseline(
-            request.world,
+            request.ranks,
             request.conventions,
             frozenset(request.capabilities),
             reverse=flavour.reverse,
         )
         torch.manual_seed(rank_seed(request.seed, adapter.rank))
-        with HistoryWriter(directory, adapter.rank, {"world": request.world}) as writer:
+        directory = of_job(folder, second=request.second)
+        with HistoryWriter(directory, adapter.rank, {"world": request.ranks}) as writer:
             batch = own_batches(request, adapter.rank, context.device, flavour.dtype)
-            run_truth(request, name, context.device, adapter, writer, batch)
+            carrier = InFile(path=folder / "states.pt", rank=adapter.rank)
+            run_truth(request, name, context.device, adapter, writer, batch, carrier)
 
 
-def run_truth(
+def run_truth(  # noqa: PLR0913 - what a run is made of
     request: OracleRequest,
     name: str,
     device: torch.device,
     adapter: Adapter,
     writer: Writer,
     batch: Callable[[int, int], Any],
+    carrier: Carrier,
 ) -> None:
-    """Run the case once as the flavour `name` says."""
+    """Run one job of the case once as the flavour `name` says."""
     case = Case.parse(request.case)
     flavour = ORACLE_RUNS[name]
     run = OracleRun(
@@ -192,12 +236,22 @@ def run_truth(
         writer=writer,
         batch=batch,
         device=device,
-        world=request.world,
+        world=request.ranks,
         scratch=Path(request.directory) / name,
+        carrier=carrier,
         dtype=flavour.dtype,
         suspects=flavour.suspects,
     )
-    SCENARIOS[case.scenario].program(run)
+    program_of(SCENARIOS[case.scenario], second=request.second)(run)
+
+
+def drawn_step(seed: int, step: int) -> int:
+    """The step whose data a model case draws: every seed has steps of its own.
+
+    An even number of steps lies between two seeds, so that what changes from one step to the next
+    does so with every seed.
+    """
+    return STEPS_OF_A_SEED * seed + step
 
 
 def own_batches(
@@ -206,7 +260,7 @@ def own_batches(
     """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype`."""
     model = models.case(Case.parse(request.case).model)
     return lambda step, micro: cast_floating(
-        models.move(model.batch(rank, step, micro), device), dtype
+        models.move(model.batch(rank, drawn_step(request.seed, step), micro), device), dtype
     )
 
 
@@ -214,7 +268,7 @@ def virtual_batches(
     request: OracleRequest, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int, int], PerRank]:
     """(step, micro-batch) to every virtual rank's batch on `device`, floating parts in `dtype`."""
-    ranks = [own_batches(request, rank, device, dtype) for rank in range(request.world)]
+    ranks = [own_batches(request, rank, device, dtype) for rank in range(request.ranks)]
     return lambda step, micro: PerRank(tuple(own(step, micro) for own in ranks))
 
 

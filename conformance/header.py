@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -14,10 +12,11 @@ from typing import Any
 
 import torch
 
-from conformance.checks import CHECKS
+from conformance.checks import CHECKS, PROFILES
 from conformance.expectations import Expectations
 from conformance.machine import hardware
 from conformance.mutants import MUTANTS
+from conformance.releases import definition_hash, digest, header_row
 from conformance.report.lines import Role
 from conformance.session import Setting
 from conformance.work import Selection, Work
@@ -52,7 +51,8 @@ def header(
             for subject, adapter in work.subjects
         ],
         "checks": [check.id for check in work.checks],
-        "check_set": check_set_hash(),
+        "check_set": definition_hash(CHECKS.values()),
+        "profiles": {profile: header_row(profile) for profile in PROFILES},
         "kill_matrix": kill_matrix_hash(),
         "cases": sum(item.role is Role.JUDGED for item in work.items),
         "expectations": expectations.as_json(),
@@ -73,22 +73,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def check_set_hash() -> str:
-    """Changes when a check is added, removed, or judges other cases."""
-    return _digest(
-        [
-            [c.id, c.profile, c.sentence, sorted(c.scenarios), sorted(c.needs)]
-            for c in CHECKS.values()
-        ]
-    )
-
-
 def kill_matrix_hash() -> str:
     """Changes when a mutant is added or removed, or is to be caught in another way."""
-    return _digest(
+    return digest(
         [[m.name, m.base, m.variant, m.check, m.cause, m.case, m.world] for m in MUTANTS.values()]
     )
-
-
-def _digest(rows: Sequence[Any]) -> str:
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
@@ -157,6 +157,18 @@ class RankHistory:
         """The observation `what` at exactly `where`, if it was made."""
         return self._found.get((what, frozenset(where.items())))
 
+    def then(self, later: RankHistory, offset: int) -> RankHistory:
+        """Observations of both, those of `later` with `offset` phases before them."""
+        phases = [replace(phase, ordinal=phase.ordinal + offset) for phase in later.phases]
+        seen = [replace(o, moment=(o.moment[0] + offset, o.moment[1])) for o in later.observations]
+        return RankHistory(
+            rank=self.rank,
+            header=later.header,
+            phases=(*self.phases, *phases),
+            observations=(*self.observations, *seen),
+            collectives=later.collectives,
+        )
+
     @cached_property
     def _found(self) -> Mapping[tuple[str, frozenset[tuple[str, Any]]], Observation]:
         """The first observation at each place."""
@@ -171,10 +183,12 @@ class History:
     Attributes:
         ranks: by rank.
         virtual: the oracle's: what is common to all ranks is stored with rank 0 only.
+        jobs: ordinal of the first phase of each job; two jobs have other processes.
     """
 
     ranks: tuple[RankHistory, ...]
     virtual: bool = False
+    jobs: tuple[int, ...] = (0,)
 
     @property
     def world(self) -> int:
@@ -186,6 +200,25 @@ class History:
         """Read what `world` ranks wrote into `directory`; a rank without a file is empty."""
         ranks = tuple(_read_rank(directory, rank) for rank in range(world))
         return cls(ranks=ranks, virtual=bool(ranks[0].header.get("virtual")))
+
+    def then(self, second: History, *, world: int) -> History:
+        """This history and that of the job after it, as one of the first `world` ranks.
+
+        A rank that only the second job has saw in the first what rank 0 did. Collectives are those
+        of the second job: positions in streams begin anew with each.
+        """
+        offset = len(self.ranks[0].phases)
+        ranks = (self._before(rank).then(second._after(rank), offset) for rank in range(world))
+        return History(ranks=tuple(ranks), virtual=self.virtual, jobs=(0, offset))
+
+    def _before(self, rank: int) -> RankHistory:
+        if rank < self.world:
+            return self.ranks[rank]
+        # what is common to virtual ranks is found with rank 0 anyway
+        return RankHistory(rank=rank) if self.virtual else replace(self.ranks[0], rank=rank)
+
+    def _after(self, rank: int) -> RankHistory:
+        return self.ranks[rank] if rank < self.world else RankHistory(rank=rank)
 
     def find(self, rank: int, what: str, where: Mapping[str, Any]) -> Observation | None:
         """Rank `rank`'s observation, or ``None``."""

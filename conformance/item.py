@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from conformance.plan import Planned
 from conformance.report.lines import Role
-from conformance.session import Subject
+from conformance.subject import Subject
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,13 +109,26 @@ def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:
 
 
 def refusal(evidence: Evidence, ran: Ran) -> str | None:
-    """The sentence of a refusal by `Adapter.build` on all ranks; ``None`` if there was none."""
-    first = [history.phases[0] if history.phases else None for history in evidence.history.ranks]
-    errors = [phase.error if phase is not None else None for phase in first]
+    """The sentence of a refusal by `Adapter.build` on all ranks; ``None`` if there was none.
+
+    Building is the first phase of every job.
+    """
     kinds = ("Refusal", "NotImplementedError")
-    if all(error and error.split(":", 1)[0].rpartition(".")[2] in kinds for error in errors):
-        return f"refused at build: {first_line(errors[0])}"
+    for first in evidence.history.jobs:
+        errors = [
+            next((phase.error for phase in history.phases if phase.ordinal == first), None)
+            for history in evidence.history.ranks
+        ]
+        if all(error and error.split(":", 1)[0].rpartition(".")[2] in kinds for error in errors):
+            return f"refused at build: {first_line(errors[0])}"
     return None
+
+
+def all_unsupported(checks: Iterable[Check], reason: str) -> list[Judgement]:
+    """What is said of a case that cannot be run here."""
+    unsupported = Verdict.UNSUPPORTED
+    ids = ["run.completed", *(check.id for check in checks if check.judge is not None)]
+    return [Judgement(check=id, verdict=unsupported, sentence=reason) for id in ids]
 
 
 def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:

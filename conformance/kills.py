@@ -136,19 +136,25 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "each mutant's check reports it first and for the stated cause."
     yield from ("", f"{len(rows)} reports:")
     yield ", ".join(f"{counts[status]} {status}" for status in Status) + "."
+    lent = sum(all(m.device for m in row.mutants) for row in rows if row.mutants)
+    everywhere = counts[Status.PLANTED] - lent
+    yield f"{everywhere} of the planted ones show on CPU, {lent} on accelerators."
     yield from ("", "## Planted", "")
-    yield "| report | kind | what | world | mutant | check | cause |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| report | kind | what | world | device | mutant | check | cause |"
+    yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         for index, mutant in enumerate(row.mutants):
             entry = row.entry
             about = (entry.id, entry.kind, entry.title) if not index else ("", "", "")
-            facts = (str(mutant.world), mutant.name, f"`{mutant.check}`", mutant.cause)
+            device = mutant.device or "any"
+            facts = (str(mutant.world), device, mutant.name, f"`{mutant.check}`", mutant.cause)
             yield _line((*about, *facts))
     for status, told in (
         (Status.EXCLUDED, "No defect of a wrapper."),
         (Status.OPEN, "A defect of this class would not be seen yet."),
     ):
+        if not counts[status]:
+            continue
         yield from ("", f"## {status.capitalize()}", "", told, "")
         yield from ("| report | kind | what | reason |", "|---|---|---|---|")
         for row in rows:

@@ -20,7 +20,8 @@ from conformance.item import Item
 from conformance.power import without_power
 from conformance.probes import claim_finding
 from conformance.report.lines import Reported, Role
-from conformance.session import OracleFailed, judge_stored
+from conformance.session import OracleFailed
+from conformance.stored import judge_stored
 from conformance.verdicts import COMPLETED, Finding, Verdict
 
 

@@ -1,7 +1,8 @@
 """The optimizers that cases train with, by the name that stands in case ids.
 
 Adam alone hides a wrong gradient scale, and a zero gradient differs from none only under weight
-decay; hence SGD with momentum beside AdamW, both with decay.
+decay; hence SGD with momentum beside AdamW, both with decay. What looks at whole parameters stands
+apart: a wrapper that cuts them may not be able to serve it, and claims it if it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from torch.optim import SGD, AdamW
 
 from conformance.adapter import OptimizerFactory
+from conformance.trust_ratio import TrustRatio
 
 OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "sgd": OptimizerFactory(
@@ -24,6 +26,19 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
         defaults={"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1},
     ),
 }
+
+WHOLE_TENSOR: Mapping[str, OptimizerFactory] = {
+    "trust": OptimizerFactory(
+        name="trust", optimizer_class=TrustRatio, defaults={"lr": 0.05, "weight_decay": 0.01}
+    ),
+}
+"""Optimizers for which the elements of a parameter are not enough: they need norms of it."""
+
+
+def optimizer_named(name: str) -> OptimizerFactory:
+    """The optimizer that a case id calls `name`."""
+    return {**OPTIMIZERS, **WHOLE_TENSOR}[name]
+
 
 _OTHER: Mapping[str, Mapping[str, object]] = {
     "sgd": {"lr": 0.011, "momentum": 0.5, "weight_decay": 0.2},

@@ -57,9 +57,7 @@ class VirtualState:
 
 
 class InMemory(Adapter):
-    """States of any kind, kept by the adapter itself: the truth goes through no file."""
-
-    _saved: dict[Path, tuple[Any, Any]]
+    """Optimizer states of any kind are copies of one and the same."""
 
     def optim_state(
         self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
@@ -70,16 +68,6 @@ class InMemory(Adapter):
     def load_optim_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
         """Load it."""
         w.optimizer.load_state_dict(state)
-
-    def save(self, w: Wrapped, directory: Path) -> None:
-        """Keep both states in memory, under the directory's name."""
-        self._saved[directory] = (self.model_state(w, "full"), self.optim_state(w, "full"))
-
-    def load(self, w: Wrapped, directory: Path) -> None:
-        """Load what `save` kept."""
-        model, optimizer = self._saved[directory]
-        self.load_model_state(w, "full", model)
-        self.load_optim_state(w, "full", optimizer)
 
 
 class VirtualRanks(InMemory):
@@ -97,8 +85,12 @@ class VirtualRanks(InMemory):
         *,
         seed: int,
         reverse: bool = False,
+        saved: dict[Path, tuple[Any, Any]] | None = None,
     ) -> None:
-        """An oracle of `world` ranks that keeps the conventions of the adapter compared with it."""
+        """An oracle of `world` ranks that keeps the conventions of the adapter compared with it.
+
+        Another one that is given the same `saved` loads what this one saves.
+        """
         self.world = world
         # who divides the loss makes no difference to the truth: here the caller always does
         self.conventions = replace(conventions, loss_divided_by_accumulation=False)
@@ -106,7 +98,7 @@ class VirtualRanks(InMemory):
             capabilities | {"gradients", "model_state.full", "optim_state.full"}
         )
         self.seed = seed
-        self._saved: dict[Path, tuple[Any, Any]] = {}
+        self._saved = {} if saved is None else saved
         self.order = range(world - 1, -1, -1) if reverse else range(world)
 
     def build(
@@ -218,10 +210,21 @@ class VirtualRanks(InMemory):
         return PerRank(tuple(states))
 
     def load_model_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
-        """Load every rank's state dict, or rank 0's where only rank 0 has one."""
+        """Load every rank's state dict, or rank 0's on ranks without one."""
         for rank in range(self.world):
+            own = state.values[rank] if rank < len(state.values) else {}
             with _as_rank(w.module, w.native, rank):
-                w.module.load_state_dict(state.values[rank] or state.values[0])
+                w.module.load_state_dict(own or state.values[0])
+
+    def save(self, w: Wrapped, directory: Path) -> None:
+        """Keep both states in memory, under the directory's name."""
+        self._saved[directory] = (self.model_state(w, "full"), self.optim_state(w, "full"))
+
+    def load(self, w: Wrapped, directory: Path) -> None:
+        """Load what `save` kept, perhaps that of another oracle."""
+        model, optimizer = self._saved[directory]
+        self.load_model_state(w, "full", model)
+        self.load_optim_state(w, "full", optimizer)
 
     def losses_of(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> PerRank:
         """Every rank's loss, outside any rank's random numbers."""

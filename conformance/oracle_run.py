@@ -38,16 +38,28 @@ class Truth(Protocol):
 
 @dataclass(kw_only=True)
 class OracleWatch(Watch):
-    """Also copies every rank's own gradient before reduction."""
+    """Also copies every rank's own gradient before reduction.
+
+    Attributes:
+        of_rank: every rank's own gradients.
+        last_micro: what reduction would leave of the newest micro-batch alone.
+        doubled: what would be left if every backward added to what was there what was there.
+    """
 
     of_rank: Any = None
     last_micro: Any = None
+    doubled: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, moment: str, index: int = 0) -> None:
         """See `Watch`."""
         super().__call__(moment, index)
+        truth = cast(Truth, self.run.adapter)
+        if moment == "backward" and self.run.case.accumulation > 1:
+            newest = truth.reduced_last_micro(self.wrapped)
+            before = {fqn: 2 * gradient for fqn, gradient in self.doubled.items()}
+            added = {k: newest[k] + before[k] if k in before else newest[k] for k in newest}
+            self.doubled = {**before, **added}
         if moment == "gradients":
-            truth = cast(Truth, self.run.adapter)
             self.of_rank = truth.rank_gradients(self.wrapped)
             self.last_micro = truth.reduced_last_micro(self.wrapped)
 
@@ -69,10 +81,11 @@ class OracleRun(Run):
         *,
         optimizer: OptimizerFactory | None = None,
         perturbed: bool = False,
+        meta: bool = False,
         clip: Clip | None = None,
     ) -> Wrapped:
         """A fresh pair; a stale loss of its first step is that of the weights it was built with."""
-        w = super().build(optimizer=optimizer, perturbed=perturbed, clip=clip)
+        w = super().build(optimizer=optimizer, perturbed=perturbed, meta=meta, clip=clip)
         if perturbed and self.suspects:
             self._before = [p.detach().clone() for p in self.adapter.bare(w).parameters()]
         return w
@@ -102,6 +115,8 @@ class OracleRun(Run):
         if isinstance(seen, OracleWatch):
             self.writer.write("gradients_of_rank", seen.of_rank, step=step)
             self.writer.write("gradients_last_micro", seen.last_micro, step=step)
+            if seen.doubled:
+                self.writer.write("gradients_doubled", seen.doubled, step=step)
 
     def _stale_losses(self, w: Wrapped, step: int) -> None:
         """Losses of this step's batches with the parameters of the step before."""

@@ -15,11 +15,14 @@ from itertools import product
 from conformance import models
 from conformance.adapter import CAPABILITIES
 from conformance.case import Case
-from conformance.checks import CHECKS, PROFILES, Check
+from conformance.checks import CHECKS, Check
+from conformance.checks.registry import TRAINING
 from conformance.errors import unknown
 from conformance.globs import matches
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
+from conformance.releases import ids_of
 from conformance.scenarios import SCENARIOS
+from conformance.scenarios.resume import RANKS, RESUME
 from conformance.scenarios.sequence import SEQUENCE
 
 PLAIN_MODEL = "mlp"
@@ -28,8 +31,21 @@ STATE_KINDS = ("full", "sharded", "local")
 
 ORDERS = frozenset({"two_forwards", "eval_first", "eval_in_step", "dropped_gradients"})
 """Scenarios that are about the order of passes."""
-SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io"})
+SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io", "recomputed"})
 """Traits of models for which that order is another code path."""
+SINGULAR = frozenset({"recomputed", "mixed", "scalar", "varying"})
+"""Traits of models that show what they are for in one training and one checkpoint."""
+SHOWN_BY: Mapping[str, frozenset[str]] = {
+    "witness": frozenset({PLAIN_MODEL, "recomputed", "strided"}),
+    "scaled": frozenset({PLAIN_MODEL, "tiny"}),
+    "averaged": frozenset({PLAIN_MODEL}),
+    "materialised": frozenset({PLAIN_MODEL, "tiny"}),
+}
+"""Scenarios that a few models take, and their names."""
+
+
+RECUT: Mapping[str, str] = {"uneven": "double", "buffers": "half"}
+"""Traits of models of which another number of ranks, this one, cuts or keeps something else."""
 
 
 class Depth(Enum):
@@ -87,18 +103,16 @@ def select_checks(profiles: Collection[str] = (), patterns: Sequence[str] = ()) 
     """The checks of the given profiles whose id matches one of the patterns.
 
     Raises:
-        UsageError: an unknown profile, or a pattern that matches no check.
+        UsageError: an unknown profile or release, or a pattern that matches no check.
     """
-    for profile in profiles:
-        if profile not in PROFILES:
-            raise unknown("profile", profile, PROFILES)
+    chosen = ids_of(profiles)
     for pattern in patterns:
         if not any(matches(id, pattern) for id in CHECKS):
             raise unknown("check", pattern, CHECKS, listed="checks", patterns=True)
     return [
         check
         for check in CHECKS.values()
-        if (not profiles or check.profile in profiles)
+        if (not profiles or check.id in chosen)
         and (not patterns or any(matches(check.id, p) for p in patterns))
     ]
 
@@ -184,9 +198,12 @@ def about_claim(checks: Sequence[Check], probe: Sequence[str]) -> tuple[Check, .
 
 def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) -> Iterator[Case]:
     """The cases of one model that an adapter with these claims is asked for."""
+    asked = depth
     if model.name == PLAIN_MODEL:
         depth = Depth.FULL
-    training = "unused" if "unused" in model.traits else "train"
+    if depth is Depth.WIDE and model.traits & SINGULAR:
+        depth = Depth.NARROW
+    training = training_of(model)
     for scenario in SCENARIOS.values():
         if scenario.needs - capabilities or scenario.name == SEQUENCE:
             continue
@@ -196,12 +213,32 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
         if scenario.name == training:
             for optimizer, accumulation in TRAININGS[depth]:
                 yield Case.of(model.name, training, optimizer=optimizer, accumulation=accumulation)
+            if "optimizer.whole" in capabilities and model.name == PLAIN_MODEL:
+                for optimizer in WHOLE_TENSOR:
+                    yield Case.of(model.name, training, optimizer=optimizer)
         elif scenario.name == "checkpoint":
             yield from _checkpoints(model, capabilities, depth)
-        elif scenario.name in ("train", "unused") or training == "unused":
+        elif scenario.name == RESUME:
+            yield from _resumptions(model, capabilities, asked)
+        elif scenario.name in TRAINING or training != "train":
             continue
-        elif scenario.name not in ORDERS or takes_orders(model, depth):
+        elif takes(scenario.name, model, asked):
             yield Case.of(model.name, scenario.name)
+
+
+def training_of(model: models.ModelCase) -> str:
+    """The scenario in which a model is trained."""
+    if "varying" in model.traits:
+        return "varying"
+    return "unused" if "unused" in model.traits else "train"
+
+
+def takes(scenario: str, model: models.ModelCase, depth: Depth) -> bool:
+    """Whether a model is run in a scenario that has no options."""
+    if scenario in ORDERS:
+        own = Depth.FULL if model.name == PLAIN_MODEL else depth
+        return takes_orders(model, own)
+    return scenario not in SHOWN_BY or model.name in SHOWN_BY[scenario]
 
 
 def takes_orders(model: models.ModelCase, depth: Depth) -> bool:
@@ -212,13 +249,30 @@ def takes_orders(model: models.ModelCase, depth: Depth) -> bool:
 def _checkpoints(
     model: models.ModelCase, capabilities: frozenset[str], depth: Depth
 ) -> Iterator[Case]:
-    if "unused" in model.traits and "unused_parameters" not in capabilities:
+    if SCENARIOS[training_of(model)].needs - capabilities:
         return
     for kind, options in CHECKPOINTS[depth]:
         if {f"model_state.{kind}", f"optim_state.{kind}"} <= capabilities:
             yield Case.of(model.name, "checkpoint", kind=kind, options=options)
     if "save" in capabilities and depth is not Depth.NARROW:
         yield Case.of(model.name, "checkpoint", kind="save")
+
+
+def _resumptions(
+    model: models.ModelCase, capabilities: frozenset[str], depth: Depth
+) -> Iterator[Case]:
+    """Each number of ranks once, and each way of saving, on models that differ in what is cut."""
+    if depth is Depth.NARROW or SCENARIOS[training_of(model)].needs - capabilities:
+        return
+    full = {"model_state.full", "optim_state.full"} <= capabilities
+    kinds = [*(["full"] if full else []), *(["save"] if "save" in capabilities else [])]
+    chosen = list(product(kinds, RANKS))
+    if depth is Depth.WIDE:
+        plain = model.name == PLAIN_MODEL
+        numbers = ["half"] if plain else [RECUT[t] for t in RECUT if t in model.traits]
+        chosen = list(product(kinds[:1] if plain else kinds[-1:], numbers))
+    for kind, ranks in chosen:
+        yield Case.of(model.name, RESUME, kind=kind, ranks=ranks)
 
 
 def unclaimed(capabilities: frozenset[str]) -> list[tuple[str, ...]]:

@@ -27,6 +27,16 @@ _HEADING = re.compile(r"^#{2,3} (\d[\d.]* .+)$")
 _REQUIREMENT = re.compile(r"^- ((?:[A-Z][A-Z0-9]*-)+\d{3})\b")
 _WRAPPER_ID = re.compile(r"DP-[A-Z]+-\d{3}")
 
+LONGEST = 180
+"""Characters of a requirement that is still read in one go."""
+VAGUE = re.compile(
+    r"\b(should|may|might|could|can|would|shall|must|ideally|usually|normally|generally|typically"
+    r"|properly|correctly|appropriate(?:ly)?|reasonabl[ey]|sensibl[ey]|suitabl[ey]|adequate(?:ly)?"
+    r"|as expected|as needed|if possible|where possible|and/or|etc|several|various|TBD|TODO)\b",
+    re.IGNORECASE,
+)
+"""Words with which nobody can tell whether a requirement holds."""
+
 
 class Status(StrEnum):
     """Whether a requirement of the specification binds `fsdp`."""
@@ -125,6 +135,25 @@ def problems(
         yield f"{check}: this check proves no requirement; name it in a [wrapper] row"
 
 
+def wording(sentence: str) -> Iterator[str]:
+    """One sentence per fault of the wording of a requirement, none when it can be decided.
+
+    A requirement is one statement in the present tense of what holds, and says it of everything
+    that it names.
+    """
+    text = " ".join(sentence.split())
+    if not text.endswith("."):
+        yield "the requirement is a sentence and ends with a full stop"
+    if text[:1] != text[:1].upper():
+        yield "the requirement begins with a capital letter"
+    if re.search(r"[.!?] [A-Z]", text):
+        yield "the requirement is one sentence; give the second one an id of its own"
+    if len(text) > LONGEST:
+        yield f"{len(text)} characters; {LONGEST} at most, or nobody reads it in one go"
+    for word in dict.fromkeys(VAGUE.findall(text)):
+        yield f"{word!r} leaves open what holds; say what is the case"
+
+
 def page(requirements: Requirements, by_section: Mapping[str, Sequence[str]]) -> str:
     """The generated page, Markdown; `by_section` comes from `sections`."""
     lines = [
@@ -204,6 +233,8 @@ def _spec_row_problems(row: SpecRow) -> Iterator[str]:
         yield f"{row.id}: must, and yet a reason; a reason belongs to adapted or excluded"
     if row.status is not Status.MUST and not row.reason.strip():
         yield f"{row.id}: {row.status} without a reason; say which"
+    if row.status is not Status.EXCLUDED and not row.proved_by:
+        yield f"{row.id}: {row.status} without a test that proves it"
     if row.status is Status.EXCLUDED and row.proved_by:
         yield f"{row.id}: excluded, and yet proved by a test; it is must or adapted"
 
@@ -213,8 +244,7 @@ def _wrapper_row_problems(
 ) -> Iterator[str]:
     if not _WRAPPER_ID.fullmatch(row.id):
         yield f"{row.id}: want DP-, a word in capitals, and three digits"
-    if not row.sentence.endswith("."):
-        yield f"{row.id}: the requirement is a sentence and ends with a full stop"
+    yield from (f"{row.id}: {problem}" for problem in wording(row.sentence))
     if not row.generalises or not row.checks:
         yield f"{row.id}: names at least one spec id and one check"
     for id_ in row.generalises:
@@ -251,8 +281,6 @@ def _spec_part(
     yield from _table(("id", "status", "reason"), exceptions)
     yield from ("", "### Proved", "")
     yield from _table(("id", "tests"), proved)
-    yield from ("", "### Without a test", "")
-    yield from _table(("section", "ids"), _unproved(spec, by_section))
 
 
 def _totals(
@@ -263,16 +291,6 @@ def _totals(
         counts = Counter(spec[id_].status for id_ in ids)
         proved = sum(bool(spec[id_].proved_by) for id_ in ids)
         yield heading, *(str(counts[status]) for status in Status), str(proved)
-
-
-def _unproved(
-    spec: Mapping[str, SpecRow], by_section: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, ...]]:
-    for heading, ids in by_section.items():
-        rows = [spec[id_] for id_ in ids]
-        missing = [r.id for r in rows if r.status is not Status.EXCLUDED and not r.proved_by]
-        if missing:
-            yield heading, ", ".join(missing)
 
 
 def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> list[str]:

@@ -16,7 +16,9 @@ from conformance.checks import CHECKS
 from conformance.errors import unknown
 from conformance.globs import matches
 from conformance.mutants import MUTANTS, Mutant
-from conformance.session import Session, Setting, Subject, judge_stored
+from conformance.session import Session, Setting
+from conformance.stored import judge_stored
+from conformance.subject import Subject
 from conformance.verdicts import BAD, Finding, Verdict
 
 JOBS = 2
@@ -32,10 +34,11 @@ class Kill(StrEnum):
     NOT_FIRST = "not first"
     FALSE_ALARM = "false alarm"
     WORLD_TOO_SMALL = "world too small"
+    OTHER_DEVICE = "other device"
     ERROR = "error"
 
 
-GOOD = frozenset({Kill.KILLED, Kill.WORLD_TOO_SMALL})
+GOOD = frozenset({Kill.KILLED, Kill.WORLD_TOO_SMALL, Kill.OTHER_DEVICE})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ def measure(session: Session, mutant: Mutant) -> Diagonal:
     """Run one mutant and its base, and say what became of it."""
     if session.setting.world < mutant.world:
         return _result(mutant, Kill.WORLD_TOO_SMALL, sentence=f"shows from {mutant.world} ranks on")
+    if not mutant.shows_on(session.setting.device):
+        return _result(mutant, Kill.OTHER_DEVICE, sentence="shows on an accelerator")
     try:
         base = _findings(session, mutant, planted=False)
         mutated = _findings(session, mutant, planted=True)

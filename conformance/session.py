@@ -7,42 +7,43 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
 
 from conformance import models
-from conformance.adapter import Adapter, Conventions
-from conformance.adapters import make_adapter
+from conformance.adapter import Conventions
 from conformance.case import Case
-from conformance.checks import Check, Evidence
+from conformance.checks import Check
 from conformance.checks.registry import TRAINING
 from conformance.execute import (
-    ORACLE_RUNS,
     CaseRequest,
     OracleRequest,
     run_baseline,
     run_case,
     run_oracle,
 )
-from conformance.history import History
-from conformance.judge import Judgement, Ran, judge
-from conformance.mutants import mutant_named
-from conformance.ranks import Job, RankPool, RankVerdict
+from conformance.judge import Ran
+from conformance.ranks import Job, Outcome, RankPool, RankVerdict
 from conformance.ranks.leases import leases_of
-from conformance.tolerance import Oracle
-from conformance.verdicts import Finding, finding_id
+from conformance.scenarios.resume import second_world
+from conformance.stored import Stored, judge_stored
+from conformance.subject import Subject
+from conformance.verdicts import Finding
 
-PRELOAD = ("conformance.execute", "torch._dynamo", "conformance.adapters.torch_fsdp2")
-"""Imported once, before ranks are forked; the first optimizer of a process imports dynamo, which
-alone would cost every fresh rank two seconds."""
+PRELOAD = (
+    "conformance.execute",
+    "torch._dynamo",
+    "conformance.adapters.torch_fsdp2",
+    "conformance.adapters.fsdp_composable",
+    "conformance.adapters.fsdp_wrapper",
+)
+"""Imported once, before ranks are forked. The first optimizer of a process imports dynamo, which
+alone would cost every fresh rank two seconds, and a wrapper's own modules a quarter of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +53,18 @@ class Baseline:
     Attributes:
         program: job that writes its three histories of a case.
         cannot: scenarios that it is itself wrong in.
+        job_by_job: whether it needs the ranks of each job of a case; else one job does them all.
     """
 
     program: Callable[..., None]
     cannot: frozenset[str] = frozenset()
+    job_by_job: bool = False
 
 
 BASELINES: Mapping[str, Baseline] = {
     "oracle": Baseline(program=run_oracle),
     # docs/findings/ddp-two-forwards.md
-    "ddp": Baseline(program=run_baseline, cannot=frozenset({"two_forwards"})),
+    "ddp": Baseline(program=run_baseline, cannot=frozenset({"two_forwards"}), job_by_job=True),
 }
 """By name: all ranks in one process, or DDP on the ranks of the run for what one cannot train."""
 
@@ -87,91 +90,10 @@ class Setting:
     baseline: str = "oracle"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is judged: an adapter's variant, perhaps with a mutant planted."""
-
-    adapter: str
-    variant: str = "default"
-    mutant: str | None = None
-
-    def make(self) -> Adapter:
-        """The adapter as the ranks will have it, for its claims and conventions."""
-        adapter, _ = make_adapter(self.adapter, self.variant)
-        if self.mutant is None:
-            return adapter
-        with mutant_named(self.mutant).planted(adapter) as planted:
-            return planted
-
-    def source(self) -> str | None:
-        """File of the module of an adapter named ``module:Class``, once it is imported here."""
-        module, colon, _ = self.adapter.partition(":")
-        return getattr(sys.modules.get(module), "__file__", None) if colon else None
-
-    @property
-    def folder(self) -> str:
-        """A folder name for it."""
-        plain = f"{self.adapter}[{self.variant}]{'+' + self.mutant if self.mutant else ''}"
-        return plain.replace("/", "_").replace(":", "_")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """A case that was run: everything that judging it again needs, as ``case.json``.
-
-    Attributes:
-        subject: what was run.
-        case: its case.
-        probe: capabilities that were tried out although they are not claimed.
-        ran: how the ranks fared.
-        conventions: the adapter's.
-        capabilities: the adapter's, with the probe.
-        replicas: ranks that hold the same shard.
-        oracle: folder of the oracle's histories, relative to the run's.
-        setting: world, device and seed.
-    """
-
-    subject: Subject
-    case: str
-    probe: tuple[str, ...]
-    ran: Ran
-    conventions: Conventions
-    capabilities: frozenset[str]
-    replicas: int
-    oracle: str
-    world: int
-    device: str
-    seed: int
-    baseline: str = "oracle"
-
-    def write(self, directory: Path) -> None:
-        """Write ``case.json``; it comes last, so a folder that has it is complete."""
-        content = asdict(self) | {"capabilities": sorted(self.capabilities)}
-        staged = directory / "case.json.part"
-        staged.write_text(json.dumps(content))
-        staged.replace(directory / "case.json")
-
-    @classmethod
-    def read(cls, directory: Path) -> Stored:
-        """Read what `write` wrote."""
-        content = json.loads((directory / "case.json").read_text())
-        ran = content["ran"]
-        return cls(
-            **{
-                **content,
-                "subject": Subject(**content["subject"]),
-                "probe": tuple(content["probe"]),
-                "ran": Ran(**{**ran, "verdict": RankVerdict(ran["verdict"])}),
-                "conventions": Conventions(**content["conventions"]),
-                "capabilities": frozenset(content["capabilities"]),
-            }
-        )
-
-
 class Session:
     """Runs cases and judges them; the oracle's histories are shared between subjects.
 
-    Safe to use from several threads; each thread has a rank pool of its own. As a context manager
+    Safe to use from several threads; each thread has rank pools of its own. As a context manager
     it also takes care that more threads than accelerators allow share these: it leases them for
     all its pools at once, where a pool alone would have each job wait for devices of its own.
     """
@@ -242,42 +164,69 @@ class Session:
         directory: Path,
         timeout: float | None,
     ) -> None:
-        adapter = subject.make()
-        capabilities = adapter.capabilities | set(probe)
-        oracle = self._oracle(case, adapter.conventions, capabilities)
-        setting = self.setting
-        request = CaseRequest(
-            adapter=subject.adapter,
-            variant=subject.variant,
-            mutant=subject.mutant,
-            case=str(case),
-            seed=setting.seed,
-            directory=str(directory),
-            probe=probe,
-            source=subject.source(),
-        )
-        fresh = subject.mutant is not None
-        job = Job.of(run_case, request=request)
-        outcome = self._pool().run(job, timeout=timeout or setting.timeout, fresh=fresh)
-        Stored(
+        adapter, setting = subject.make(), self.setting
+        stored = Stored(
             subject=subject,
             case=str(case),
             probe=probe,
-            ran=Ran(
-                verdict=outcome.verdict,
-                sentence=outcome.sentence,
-                seconds=outcome.seconds,
-                reported=all(report is not None for report in outcome.reports),
-            ),
+            ran=Ran(verdict=RankVerdict.SKIP),
             conventions=adapter.conventions,
-            capabilities=capabilities,
+            capabilities=adapter.capabilities | set(probe),
             replicas=adapter.replicas,
-            oracle=str(oracle.relative_to(setting.directory)),
+            oracle="",
             world=setting.world,
             device=setting.device,
             seed=setting.seed,
             baseline=setting.baseline,
-        ).write(directory)
+            second_world=second_world(case, setting.world),
+            unsupported=self._beyond(case),
+        )
+        if not stored.unsupported:
+            oracle = self._oracle(case, stored.conventions, stored.capabilities)
+            stored = replace(stored, oracle=str(oracle.relative_to(setting.directory)))
+            stored = self._jobs(stored, directory, timeout or setting.timeout)
+        stored.write(directory)
+
+    def _beyond(self, case: Case) -> str:
+        """Why this machine cannot run a case; empty if it can."""
+        world, leases = second_world(case, self.setting.world), leases_of(self.setting.device)
+        if world is None or leases is None or world <= len(leases):
+            return ""
+        kind = self.setting.device
+        return f"its second job needs {world} {kind} devices, of which {len(leases)} are here"
+
+    def _jobs(self, stored: Stored, directory: Path, timeout: float) -> Stored:
+        """`stored` after its job, or both of them; the second one needs that the first went well.
+
+        Ranks of a second job have never run the first job of any case: it is about what a process
+        does not have any more.
+        """
+        subject = stored.subject
+        request = CaseRequest(
+            adapter=subject.adapter,
+            variant=subject.variant,
+            mutant=subject.mutant,
+            case=stored.case,
+            seed=stored.seed,
+            directory=str(directory),
+            probe=stored.probe,
+            source=subject.source(),
+        )
+        job = Job.of(run_case, request=request)
+        fresh = subject.mutant is not None
+        first = self._pool(stored.world).run(job, timeout=timeout, fresh=fresh)
+        if stored.second_world is None or first.verdict is not RankVerdict.OK:
+            return replace(stored, ran=ran(first))
+        job = Job.of(run_case, request=replace(request, second=True))
+        same = stored.second_world == stored.world
+        second = self._pool(stored.second_world).run(job, timeout=timeout, fresh=fresh or same)
+        told = f"in the second job, of {stored.second_world} ranks: {second.sentence}"
+        both = replace(
+            ran(second),
+            sentence=told if second.sentence else "",
+            seconds=first.seconds + second.seconds,
+        )
+        return replace(stored, ran=both, second_ran=True)
 
     def _oracle(self, case: Case, conventions: Conventions, capabilities: frozenset[str]) -> Path:
         """Folder of the oracle's three histories of a case; runs them if they are not there."""
@@ -304,40 +253,59 @@ class Session:
                     case=str(case),
                     seed=setting.seed,
                     directory=str(directory),
+                    second_world=second_world(case, setting.world),
                 )
-                job = Job.of(BASELINES[setting.baseline].program, request=request)
-                # the ranks of the wrapper: a pool of its own would import torch once more
-                outcome = self._pool().run(job, timeout=setting.timeout)
-                if outcome.verdict is not RankVerdict.OK:
-                    detail = next((r.traceback for r in outcome.reports if r and r.traceback), "")
-                    failed = f"the {setting.baseline} baseline failed on {case}"
-                    raise OracleFailed(f"{failed}: {outcome.sentence}\n{detail}")
+                self._run_truth(request)
                 (directory / "done").write_text(key)
         return directory
 
-    def _pool(self) -> RankPool:
-        """This thread's pool."""
-        pool: RankPool | None = getattr(self._local, "pool", None)
-        if pool is None:
-            setting = self.setting
+    def _run_truth(self, request: OracleRequest) -> None:
+        """Run what says what is right, on ranks that the wrapper has too: none is started for it.
+
+        Raises:
+            OracleFailed: it did not come to its end.
+        """
+        setting = self.setting
+        baseline = BASELINES[setting.baseline]
+        for one in request.jobs() if baseline.job_by_job else (request,):
+            job = Job.of(baseline.program, request=one)
+            outcome = self._pool(one.ranks).run(job, timeout=setting.timeout)
+            if outcome.verdict is not RankVerdict.OK:
+                detail = next((r.traceback for r in outcome.reports if r and r.traceback), "")
+                failed = f"the {setting.baseline} baseline failed on {request.case}"
+                raise OracleFailed(f"{failed}: {outcome.sentence}\n{detail}")
+
+    def _pool(self, world: int) -> RankPool:
+        """This thread's pool of `world` ranks."""
+        pools: dict[int, RankPool] = self._local.__dict__.setdefault("pools", {})
+        if world not in pools:
             with self._lock:
-                pool = RankPool(
-                    world=setting.world,
-                    device=setting.device,
+                turn = sum(pool.world == world for pool in self._pools)
+                pools[world] = RankPool(
+                    world=world,
+                    device=self.setting.device,
                     preload=PRELOAD,
-                    devices=devices_of(len(self._pools), setting.world, self._shared),
+                    devices=devices_of(turn, world, self._shared),
                 )
-                self._pools.append(pool)
-            self._local.pool = pool
-        return pool
+                self._pools.append(pools[world])
+        return pools[world]
 
 
 def devices_of(pool: int, world: int, shared: Sequence[int]) -> tuple[int, ...] | None:
     """The devices of the pool numbered `pool` among those that pools take in turns."""
     if not shared:
         return None
-    first = pool * world % len(shared)
-    return tuple(shared[first : first + world])
+    return tuple(shared[(pool * world + rank) % len(shared)] for rank in range(world))
+
+
+def ran(outcome: Outcome) -> Ran:
+    """How the ranks of a job fared."""
+    return Ran(
+        verdict=outcome.verdict,
+        sentence=outcome.sentence,
+        seconds=outcome.seconds,
+        reported=all(report is not None for report in outcome.reports),
+    )
 
 
 def relevant(conventions: Conventions, model: models.ModelCase) -> Conventions:
@@ -350,58 +318,12 @@ def relevant(conventions: Conventions, model: models.ModelCase) -> Conventions:
         plain,
         gradients=conventions.gradients,
         buffers=conventions.buffers if "buffers" in model.traits else plain.buffers,
-        unused_grad=conventions.unused_grad if "unused" in model.traits else plain.unused_grad,
+        unused_grad=conventions.unused_grad if model.leaves_out else plain.unused_grad,
     )
 
 
 class OracleFailed(RuntimeError):
     """The unsharded run of a case failed: a fault of the model case or of the suite."""
-
-
-def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[Finding]:
-    """Judge the case whose history lies in `directory`; needs no ranks."""
-    stored = Stored.read(directory)
-    case = Case.parse(stored.case)
-    evidence = Evidence(
-        case=case,
-        model=models.case(case.model),
-        history=History.read(directory, stored.world),
-        oracle=_read_oracle(root / stored.oracle, stored.world),
-        conventions=stored.conventions,
-        capabilities=stored.capabilities,
-        replicas=stored.replicas,
-    )
-    return [_finding(stored, judgement) for judgement in judge(evidence, stored.ran, checks)]
-
-
-@lru_cache(maxsize=4)
-def _read_oracle(directory: Path, world: int) -> Oracle:
-    return Oracle(**{name: History.read(directory / name, world) for name in ORACLE_RUNS})
-
-
-def _finding(stored: Stored, judgement: Judgement) -> Finding:
-    subject = stored.subject
-    variant = subject.variant
-    return Finding(
-        adapter=subject.adapter,
-        variant=variant,
-        case=stored.case,
-        seed=stored.seed,
-        seconds=stored.ran.seconds,
-        repro=repro_line(stored, judgement.check),
-        **asdict(judgement),
-    )
-
-
-def repro_line(stored: Stored, check: str) -> str:
-    """The shell line that repeats one finding."""
-    subject = stored.subject
-    id = finding_id(check, subject.adapter, subject.variant, stored.case, stored.seed)
-    where = f"--world {stored.world} --device {stored.device}"
-    if stored.baseline != "oracle":
-        where += f" --baseline {stored.baseline}"
-    planted = f" --mutant {subject.mutant}" if subject.mutant else ""
-    return f"fsdp-conformance repro {shlex.quote(id)} {where}{planted}"
 
 
 def slug(case: Case, probe: Sequence[str] = ()) -> str:

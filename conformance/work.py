@@ -31,7 +31,7 @@ from conformance.plan import (
     select_models,
 )
 from conformance.report.lines import Log, Role
-from conformance.session import Subject
+from conformance.subject import Subject
 
 
 @dataclass(frozen=True, kw_only=True)

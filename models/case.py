@@ -26,6 +26,10 @@ TRAITS: Mapping[str, str] = {
     "strided": "some parameters are not contiguous",
     "tokens": "inputs are integers",
     "images": "inputs are channels_last images",
+    "recomputed": "some units run again in backward",
+    "mixed": "some units hold frozen and trainable parameters",
+    "scalar": "some parameters have no dimensions",
+    "varying": "some parameters take part in some forwards and not in others",
     "wide": "parameters take many times the bytes of everything else",
 }
 """The names that `ModelCase.traits` may hold, with their meaning."""
@@ -60,6 +64,11 @@ class ModelCase:
     loss: Callable[[nn.Module, Batch], Tensor]
     units: tuple[type[nn.Module], ...]
     concatenate: bool = True
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some trainable parameter takes no part in some forward."""
+        return bool(self.traits & {"unused", "varying"})
 
     def __post_init__(self) -> None:
         """Refuse traits that nobody has defined."""

@@ -29,8 +29,8 @@ class FrozenLinear(nn.Module):
         self.linear = nn.Linear(inputs, outputs)
         self.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, inputs) to (batch, outputs)."""
+    def forward(self, x: Tensor, hint: Tensor | None = None) -> Tensor:
+        """(batch, inputs) to (batch, outputs), whatever the hint."""
         out: Tensor = self.linear(x)
         return out
 
@@ -58,7 +58,8 @@ class Adapter(nn.Module):
 class Frozen(nn.Module):
     """A frozen encoder, two frozen layers with an adapter each, a trainable head.
 
-    The encoder's output needs no gradient, so no backward reaches it. The second frozen layer does
+    The encoder's output needs no gradient, so no backward reaches it, although it is handed a
+    parameter that does need one. The second frozen layer does
     see a backward, for the sake of the first adapter, and holds no gradient after it. 10 features,
     width 20, 4 outputs.
     """
@@ -72,7 +73,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, 10) to (batch, 4)."""
-        x = torch.tanh(self.encoder(x))
+        x = torch.tanh(self.encoder(x, self.head.bias))
         for layer, adapter in zip(self.layers, self.adapters, strict=True):
             x = nn.functional.gelu(layer(x) + adapter(x))
         prediction: Tensor = self.head(x)

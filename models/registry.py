@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from . import (
+    adapted,
     batchnorm,
     drawn,
     frozen,
     mlp,
     nested_io,
+    recomputed,
     reused,
+    scalar,
     strided,
     tiny,
     transformer,
     uneven,
     unused,
+    varying,
     wide,
 )
 from .case import ModelCase
@@ -33,6 +37,10 @@ _MODULES = (
     nested_io,
     reused,
     strided,
+    recomputed,
+    adapted,
+    scalar,
+    varying,
     wide,
 )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,6 +21,7 @@ from conformance.adapter import (
 )
 from conformance.adapters import torch_checkpoint
 from conformance.adapters.meshes import hybrid_mesh
+from conformance.adapters.refusals import refusals
 from conformance.adapters.torch_checkpoint import CheckpointDirectory
 
 
@@ -50,12 +53,16 @@ class ComposableAdapter(CheckpointDirectory):
             "clip.pinf",
             "two_forwards",
             "unused_parameters",
+            "unused_parameters.varying",
+            "optimizer.whole",
             "shard.parameters",
             "shard.optimizer",
             "model_state.full",
             "model_state.sharded",
             "optim_state.full",
             "optim_state.sharded",
+            "scaler",
+            "meta",
             "save",
         }
     )
@@ -64,6 +71,8 @@ class ComposableAdapter(CheckpointDirectory):
         """Unsharded parameters stay after an evaluation unless all of them are resharded."""
         if options.get("reshard_after_forward", True) is True:
             self.capabilities |= {"memory.reshard"}
+        if options.get("reshard_after_forward") is False:
+            self.conventions = replace(self.conventions, gathers="once")
         self.replicas = options.get("replicas", 1)
 
     def build(
@@ -73,10 +82,13 @@ class ComposableAdapter(CheckpointDirectory):
         options, shard = dict(config.options), type(self).shard
         mesh = _mesh(config, options.pop("replicas", None))
         self._check_part(options.get("reshard_after_forward"), mesh)
-        for child in reversed(list(model.modules())):
-            if isinstance(child, config.units):
-                shard(child, mesh=mesh, **options)
-        shard(model, mesh=mesh, **options)
+        with refusals():
+            for child in reversed(list(model.modules())):
+                if isinstance(child, config.units):
+                    shard(child, mesh=mesh, **options)
+            shard(model, mesh=mesh, **options)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            poison(model.to_empty(device=config.device))
         optimizer = make_optimizer(model.parameters())
         return Wrapped(module=model, optimizer=optimizer)
 
@@ -125,3 +137,11 @@ def _mesh(config: BuildConfig, replicas: int | None) -> Any:
     if replicas is None:
         return init_device_mesh(config.device.type, (config.world_size,))
     return hybrid_mesh(config, replicas)
+
+
+def poison(model: nn.Module) -> None:
+    """What fresh memory may hold: nothing that a load leaves alone can pass for a value."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)

@@ -113,7 +113,14 @@ class CoveringAdapter(WrapperAdapter):
     def configure(self, options: Mapping[str, Any]) -> None:
         """Claims by strategy."""
         super().configure(options)
-        self._computes_in_float64 = options.get("mixed_precision") == "param_dtype"
+        doubled = options.get("mixed_precision")
+        self._computes_in_float64 = doubled == "param_dtype"
+        if doubled is not None:  # gradients travel as parameters do, unless they are told apart
+            self.conventions = replace(
+                self.conventions,
+                gathered_as="float64" if doubled == "param_dtype" else "parameter",
+                reduced_as="float64",
+            )
 
     def build(
         self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from conformance.adapter import StateKind, Wrapped
 from conformance.adapters.composable import ComposableAdapter
 from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
 from conformance.adapters.torch_checkpoint import only_rank0_holds
-from fsdp import checkpoint, fully_shard
+from fsdp import ShardedGradScaler, checkpoint, fully_shard
 
 
 class FullyShardAdapter(OwnCheckpoint, ComposableAdapter):
     """The composable face of the reference, with its own functions for optimizer states."""
 
     shard = staticmethod(fully_shard)
+
+    def make_scaler(self, w: Wrapped, device: torch.device) -> ShardedGradScaler:
+        """Its own."""
+        return ShardedGradScaler(device.type)
 
     def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
         """Parameters without an entry, because they never had a gradient, get no state."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 import fsdp
-from conformance.adapter import clean_fqn
+from conformance.adapter import Wrapped, clean_fqn
 from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
@@ -76,6 +77,8 @@ class FullyShardedAdapter(OwnCheckpoint, FlatStatesAdapter):
             "clip.pinf",
             "two_forwards",
             "unused_parameters",
+            "unused_parameters.varying",
+            "scaler",
             "shard.parameters",
             "shard.optimizer",
         }
@@ -84,6 +87,10 @@ class FullyShardedAdapter(OwnCheckpoint, FlatStatesAdapter):
     def entries(self, root: nn.Module) -> list[Entry]:
         """From the wrapper's own layout."""
         return entries(root)
+
+    def make_scaler(self, w: Wrapped, device: torch.device) -> fsdp.ShardedGradScaler:
+        """Its own."""
+        return fsdp.ShardedGradScaler(device.type)
 
 
 class PairsAdapter(FullyShardedAdapter):

@@ -70,6 +70,10 @@ class DataParallelAdapter(ReplicatedAdapter):
             "clip.pinf",
             # no "two_forwards": docs/findings/ddp-two-forwards.md
             "unused_parameters",
+            "unused_parameters.varying",
+            "optimizer.whole",
+            "hooks.parameters",
+            "scaler",
             "model_state.full",
             "optim_state.full",
         }
@@ -80,6 +84,8 @@ class DataParallelAdapter(ReplicatedAdapter):
         if options.get("static_graph", False):
             # docs/findings/ddp-static-graph-no-sync.md
             self.capabilities -= {"no_sync", "no_sync.dropped"}
+            # the graph of the first step is that of all
+            self.capabilities -= {"unused_parameters.varying"}
         if not options.get("broadcast_buffers", True):
             self.conventions = Conventions(buffers="local")
 

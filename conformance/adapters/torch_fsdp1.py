@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import (
@@ -11,8 +12,10 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from conformance.adapter import Wrapped
 from conformance.adapters import torch_flat
 from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
@@ -41,6 +44,8 @@ class FullyShardedAdapter(FlatStatesAdapter, CheckpointDirectory):
             "clip.pinf",
             # no "two_forwards": docs/findings/fsdp1-two-forwards.md
             "unused_parameters",
+            "unused_parameters.varying",
+            "scaler",
             "shard.parameters",
             "shard.optimizer",
         }
@@ -49,6 +54,10 @@ class FullyShardedAdapter(FlatStatesAdapter, CheckpointDirectory):
     def entries(self, root: nn.Module) -> list[Entry]:
         """From the wrapper's own layout."""
         return torch_flat.entries(root)
+
+    def make_scaler(self, w: Wrapped, device: torch.device) -> ShardedGradScaler:
+        """Its own."""
+        return ShardedGradScaler(device.type)
 
 
 class PairsAdapter(FullyShardedAdapter):

@@ -42,7 +42,11 @@ class ZeroRedundancyAdapter(ReplicatedAdapter):
             "clip.pinf",
             # no "two_forwards": docs/findings/ddp-two-forwards.md
             "unused_parameters",
+            "unused_parameters.varying",
+            "optimizer.whole",
             "shard.optimizer",
+            "hooks.parameters",
+            "scaler",
             "model_state.full",
             "optim_state.full",
         }

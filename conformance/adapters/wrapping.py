@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from conformance.adapter import Adapter, BuildConfig, Conventions, OptimizerFactory, Wrapped
 from conformance.adapters import flat
 from conformance.adapters.meshes import hybrid_mesh
+from conformance.adapters.refusals import refusals
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
@@ -64,6 +66,8 @@ class WrapperAdapter(Adapter):
         strategy = options["sharding_strategy"]
         if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
             self.capabilities |= {"memory.reshard"}
+        if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+            self.conventions = replace(self.conventions, gathers="once")
         if strategy == "NO_SHARD":
             self.capabilities -= {"shard.parameters", "shard.optimizer"}
         self.replicas = options.get("replicas", 1)
@@ -77,7 +81,7 @@ class WrapperAdapter(Adapter):
         replicas = options.pop("replicas", None)
         if replicas is not None:
             options["device_mesh"] = hybrid_mesh(config, replicas)
-        with strategy_warnings_ignored():
+        with strategy_warnings_ignored(), refusals():
             wrapped = own.wrapper(
                 model,
                 sharding_strategy=strategy,

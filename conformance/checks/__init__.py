@@ -7,6 +7,7 @@ from conformance.checks import (  # noqa: F401, I001 - imported for registration
     accumulation,
     clipping,
     robustness,
+    recipes,
     training,
     optimizer,
     sharding,
@@ -14,6 +15,7 @@ from conformance.checks import (  # noqa: F401, I001 - imported for registration
     states,
     saving,
     checkpoint,
+    traffic,
 )
 from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.registry import PROFILES, Check, registered

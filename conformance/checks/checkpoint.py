@@ -13,6 +13,7 @@ from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
 from conformance.checks.names import key_text, one_sided
 from conformance.checks.optimizer import compare_steps, is_value
+from conformance.checks.recut import recut_suspects
 from conformance.checks.registry import check
 from conformance.checks.saving import SAVED, held_when_saved
 from conformance.checks.training import parameter_suspects
@@ -20,9 +21,12 @@ from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
 from conformance.scenarios.checkpoint import STEPS_BEFORE
+from conformance.scenarios.resume import RESUME
 from conformance.scenarios.run import PERTURBATION
 
 CHECKPOINT = frozenset({"checkpoint"})
+LOADED = CHECKPOINT | {RESUME}
+"""Scenarios that load and train on, in the same job or in another one."""
 
 
 def full_or_sharded(case: Case, model: ModelCase) -> bool:
@@ -136,9 +140,12 @@ def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
 def other_values(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
     """What else may come out of a load: nothing loaded, another moment's value, another rank's."""
     history, found = evidence.history, []
-    start = evidence.oracle.reference.find(rank, "parameters", {"step": -1})
-    if start is not None and key in start.value:
-        found.append((Cause.NOT_LOADED, as_tensor(start.value[key]) + PERTURBATION))
+    for what in ("parameters", "buffers"):
+        start = evidence.oracle.reference.find(rank, what, {"step": -1})
+        if start is not None and key in start.value:
+            fresh = as_tensor(start.value[key])
+            fresh = fresh + PERTURBATION if fresh.is_floating_point() else fresh
+            found.append((Cause.NOT_LOADED, fresh))
     for what, cause in (
         ("kept_parameters", Cause.ALIASED),
         ("kept_buffers", Cause.ALIASED),
@@ -148,14 +155,14 @@ def other_values(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
         seen = history.find(rank, what, {"step": step})
         if seen is not None and key in seen.value:
             found.append((cause, as_tensor(seen.value[key])))
-    for other in range(evidence.world):
-        seen = history.find(other, "buffers", SAVED)
+    for other in range(evidence.saver.world):
+        seen = evidence.saver.find(other, "buffers", SAVED)
         if other != rank and seen is not None and key in seen.value:
             found.append((Cause.OTHER_RANK, as_tensor(seen.value[key])))
     return found
 
 
-@check("resume.model", profile="checkpoint", scenarios=CHECKPOINT)
+@check("resume.model", profile="checkpoint", scenarios=LOADED)
 def resume_model(evidence: Evidence, ledger: Ledger) -> None:
     """After the load parameters and buffers are those that were saved, bit for bit."""
     saveable = evidence.model.build().state_dict().keys()  # without non-persistent buffers
@@ -164,7 +171,8 @@ def resume_model(evidence: Evidence, ledger: Ledger) -> None:
             for seen in evidence.expected(f"loaded_{what}", rank):
                 got = evidence.history.get(rank, seen.what, **seen.where)
                 owners = saving_ranks(evidence, rank) if what == "buffers" else [rank]
-                saved = [evidence.history.get(owner, what, **SAVED) for owner in owners]
+                source = evidence.saver if what == "buffers" else evidence.history
+                saved = [source.get(owner, what, **SAVED) for owner in owners]
                 trees = [{k: v for k, v in t.items() if k in saveable} for t in (got, *saved)]
                 _compare_loaded(evidence, ledger, seen, trees[0], trees[1:], rank)
 
@@ -179,11 +187,13 @@ def saving_ranks(evidence: Evidence, rank: int) -> list[int]:
 
     Buffers differ between ranks. A state that only rank 0 has brings rank 0's, or that of the first
     rank of a replica its own; into a directory one rank, no matter which, writes what is not
-    sharded.
+    sharded. A full state goes into another job as rank 0 had it.
     """
     case = evidence.case
     if case.option("kind") == "save":
-        return [rank, *(other for other in range(evidence.world) if other != rank)]
+        return sorted(range(evidence.saver.world), key=lambda other: other != rank)
+    if case.scenario == RESUME:
+        return [0]
     if not full(case, evidence.model) or case.option("options") != "explicit":
         return [rank]
     return [0, rank] if rank in first_ranks(evidence) else [0]
@@ -220,13 +230,13 @@ def _compare_loaded(
         )
 
 
-@check("resume.options", profile="checkpoint", scenarios=CHECKPOINT)
+@check("resume.options", profile="checkpoint", scenarios=LOADED)
 def resume_options(evidence: Evidence, ledger: Ledger) -> None:
     """After the load step counts and hyper-parameters are those of the saved optimizer."""
     compare_steps(evidence, ledger, prefix="loaded_")
 
 
-@check("resume.optimizer", profile="checkpoint", scenarios=CHECKPOINT)
+@check("resume.optimizer", profile="checkpoint", scenarios=LOADED)
 def resume_optimizer(evidence: Evidence, ledger: Ledger) -> None:
     """After the load the optimizer's state is the saved one, and so are the steps that follow."""
     for rank in range(evidence.world):
@@ -242,7 +252,7 @@ def resume_optimizer(evidence: Evidence, ledger: Ledger) -> None:
                 rank=rank,
             )
             if got:
-                _compare_optimizer(ledger, seen, got, saved, rank)
+                _compare_optimizer(evidence, ledger, seen, got, saved, rank)
     _compare_steps_after(evidence, ledger)
 
 
@@ -251,6 +261,7 @@ def _values(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _compare_optimizer(
+    evidence: Evidence,
     ledger: Ledger,
     seen: Observation,
     got: Mapping[str, Tensor],
@@ -271,18 +282,28 @@ def _compare_optimizer(
             0.0,
             name=f"optimizer state {key} after the load, rank {rank},",
             moment=seen.moment,
-            suspects=partial(_other_states, saved, key),
+            suspects=partial(_other_states, evidence, saved, key),
             rank=rank,
             fqn=key,
         )
 
 
-def _other_states(saved: Mapping[str, Tensor], key: str) -> list[Suspect]:
-    return [
+def _other_states(evidence: Evidence, saved: Mapping[str, Tensor], key: str) -> list[Suspect]:
+    """The other states of one shape; after growing or shrinking, what another cut would give."""
+    found: list[Suspect] = [
         (Cause.PERMUTED, value)
         for other, value in saved.items()
         if other != key and value.shape == saved[key].shape
     ]
+    if evidence.first is not None:
+        before, after = (max(w // evidence.replicas, 1) for w in _worlds(evidence))
+        found += recut_suspects(saved[key], before, after)
+    return found
+
+
+def _worlds(evidence: Evidence) -> tuple[int, int]:
+    """Ranks that saved, and ranks that loaded."""
+    return evidence.saver.world, evidence.world
 
 
 def _compare_steps_after(evidence: Evidence, ledger: Ledger) -> None:

@@ -102,7 +102,8 @@ def _hold_once(
 def _elements(evidence: Evidence, step: int, collectives: int) -> tuple[int, int]:
     """(elements that have a gradient, most that may be reduced, padding included).
 
-    Twice what is needed is never padding, unless the parameters are smaller than their padding.
+    Twice what is needed is never padding, unless the parameters are smaller than their padding, or
+    units mix frozen parameters in: one flat gradient of a unit has room for these, too.
     """
     parts = anatomy(evidence.model)
     trainable = [name for name in parts.distinct if name not in parts.frozen]
@@ -118,9 +119,10 @@ def _elements(evidence: Evidence, step: int, collectives: int) -> tuple[int, int
             world * rounded_up(parts.padded(name, world) // world),
             rounded_up(parts.numel(name)),
         )
-        for name in trainable
+        for name in (parts.distinct if "mixed" in evidence.model.traits else trainable)
     )
-    aligned = padded + ALIGNMENT * world * collectives
+    flags = len(trainable)  # who has a gradient at all may be said in the same buffer
+    aligned = padded + flags + ALIGNMENT * world * collectives
     return needed, min(aligned, max(padded, 2 * needed - 1))
 
 

@@ -35,6 +35,7 @@ class Evidence:
         conventions: the adapter's.
         capabilities: claimed by the adapter.
         replicas: how many ranks hold the same shard.
+        first: history of the first job alone, in a case of two jobs; `history` is both then.
     """
 
     case: Case
@@ -44,6 +45,12 @@ class Evidence:
     conventions: Conventions
     capabilities: frozenset[str]
     replicas: int = 1
+    first: History | None = None
+
+    @property
+    def saver(self) -> History:
+        """Of the job that saves."""
+        return self.history if self.first is None else self.first
 
     @property
     def world(self) -> int:

@@ -24,6 +24,7 @@ ANY_TRAINING = TRAINING | {
     "eval_in_step",
     "dropped_gradients",
     "checkpoint",
+    "resume",
     "sequence",
 }
 GRADIENTS = frozenset({"gradients"})
@@ -76,6 +77,7 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         found += _found(
             reference, 0, "gradients_last_micro", seen, key, Cause.LAST_MICRO_BATCH_ONLY
         )
+        found += _found(reference, 0, "gradients_doubled", seen, key, Cause.COUNTED_TWICE)
         found += _found(reference, rank, "gradients_of_rank", seen, key, Cause.NOT_REDUCED)
         for other in range(evidence.world):
             if other != rank:

@@ -55,7 +55,7 @@ def state_suspects(evidence: Evidence) -> Any:
     return suspects
 
 
-@check("optimizer.steps", profile="core", scenarios=OBSERVED | {"checkpoint"})
+@check("optimizer.steps", profile="core", scenarios=OBSERVED | {"checkpoint", "resume"})
 def optimizer_steps(evidence: Evidence, ledger: Ledger) -> None:
     """Step counts and hyper-parameters are the oracle's after every step."""
     compare_steps(evidence, ledger, prefix="")

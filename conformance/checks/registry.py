@@ -26,9 +26,12 @@ PROFILES: Mapping[str, str] = {
     "robustness": "unusual but legal sequences",
 }
 
-TRAINING = frozenset({"train", "unused"})
+TRAINING = frozenset({"train", "unused", "varying"})
 OBSERVED = TRAINING | {"eval_first", "sequence"}
 """Scenarios in which everything is observed after every step."""
+
+RECIPES = frozenset({"scaled", "averaged", "materialised"})
+"""Scenarios in which losses and parameters are observed and little else."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from conformance.checks.updates import stepped
 from conformance.explain import Suspect, is_scaled, ratio
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import optimizer_named
 from conformance.tolerance import distance
 
 EVERYWHERE = ANY_TRAINING | {"two_forwards"}
@@ -147,7 +147,7 @@ def _other_course(evidence: Evidence, rank: int, seen: Observation, key: str) ->
     if reference.get(rank, "gradients", step=0).get(key) is not None:
         return [(Cause.CONVENTION_BROKEN, start)]
     zeros = [torch.zeros_like(start)] * (step + 1)
-    decayed = stepped(OPTIMIZERS[evidence.case.optimizer], start, zeros)
+    decayed = stepped(optimizer_named(evidence.case.optimizer), start, zeros)
     return [(Cause.CONVENTION_BROKEN, decayed)]
 
 

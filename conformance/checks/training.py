@@ -15,14 +15,14 @@ from conformance.checks.gradients import (
     gradient_suspects,
     one_micro_batch,
 )
-from conformance.checks.registry import check
+from conformance.checks.registry import RECIPES, check
 from conformance.checks.updates import stepped
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import optimizer_named
 
 
-@check("losses.value", profile="core", scenarios=ANY_TRAINING | {"two_forwards"})
+@check("losses.value", profile="core", scenarios=ANY_TRAINING | {"two_forwards"} | RECIPES)
 def losses_value(evidence: Evidence, ledger: Ledger) -> None:
     """Every rank's loss of every micro-batch, and of evaluation, is the oracle's."""
     # whether evaluation takes over rank 0's buffers is not part of that convention
@@ -132,13 +132,16 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
 
 
 def first_step_suspects(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
-    """The first change of one parameter from a wrong gradient, or from a used optimizer."""
+    """The first change of one parameter from a wrong gradient, or from a wrong optimizer.
+
+    The optimizer may be a used one, or see a part of the parameter alone.
+    """
     reference = evidence.oracle.reference
     start = reference.get(rank, "parameters", step=-1)[key]
     gradient = reference.get(rank, "gradients", step=0)[key]
     if gradient is None:
         return []
-    optimizer, world = OPTIMIZERS[evidence.case.optimizer], evidence.world
+    optimizer, world = optimizer_named(evidence.case.optimizer), evidence.world
     own = reference.get(rank, "gradients_of_rank", step=0).get(key)
     last = reference.get(rank, "gradients_last_micro", step=0).get(key)
     wrong = (
@@ -152,6 +155,9 @@ def first_step_suspects(evidence: Evidence, rank: int, key: str) -> list[Suspect
         for cause, value in wrong
         if value is not None
     ]
+    parts = zip(start.chunk(world), gradient.chunk(world), strict=True) if start.dim() else ()
+    by_part = [stepped(optimizer, part, [value]) for part, value in parts]
+    found += [(Cause.LOCAL_NORM, torch.cat(by_part) - start)] if by_part else []
     advanced = stepped(optimizer, start, [gradient], warm_up=True) - start
     end = reference.get(rank, "parameters", step=0)[key]
     rounded = [
@@ -161,7 +167,7 @@ def first_step_suspects(evidence: Evidence, rank: int, key: str) -> list[Suspect
     return [*found, (Cause.WRONG_STEP_COUNT, advanced), *rounded]
 
 
-@check("parameters.end", profile="core", scenarios=ANY_TRAINING | {"two_forwards"})
+@check("parameters.end", profile="core", scenarios=ANY_TRAINING | {"two_forwards"} | RECIPES)
 def parameters_end(evidence: Evidence, ledger: Ledger) -> None:
     """At the end every rank holds the oracle's parameters."""
     last = max(seen.where["step"] for seen in evidence.expected("parameters"))

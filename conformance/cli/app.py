@@ -66,7 +66,8 @@ def run(  # noqa: PLR0913 - one parameter an option
         list[str] | None, typer.Option(help="Pattern of variants; repeatable; without it all.")
     ] = None,
     profile: Annotated[
-        list[str] | None, typer.Option(help="Profile of checks; repeatable.")
+        list[str] | None,
+        typer.Option(help="Profile of checks, or core@1.0 as released; repeatable."),
     ] = None,
     check: Annotated[
         list[str] | None, typer.Option(help="Pattern of checks, such as 'clip.*'; repeatable.")

@@ -26,7 +26,8 @@ from conformance.machine import device_for, notes
 from conformance.matrix import Matrix
 from conformance.mutants import mutant_named
 from conformance.report.text import indented, number
-from conformance.session import Session, Setting, Subject
+from conformance.session import Session, Setting
+from conformance.subject import Subject
 from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED, Finding, Verdict
 from conformance.work import variants_of
 

@@ -19,7 +19,7 @@ from conformance.machine import device_for, notes
 from conformance.matrix import Matrix, NotStored
 from conformance.models import cases, drawn
 from conformance.mutants import mutant_named
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from conformance.probes import probed_capabilities
 from conformance.report.lines import (
     LOG_NAME,
@@ -34,8 +34,10 @@ from conformance.report.lines import (
 from conformance.report.log import RunLog, status_of
 from conformance.report.text import WIDTH, finding_text, indented, number, report_text
 from conformance.scenarios import SCENARIOS
+from conformance.scenarios.resume import second_world
 from conformance.scenarios.sequence import ACTS, SEQUENCE
-from conformance.session import Session, Setting, Subject, slug
+from conformance.session import Session, Setting, slug
+from conformance.subject import Subject
 from conformance.verdicts import COMPLETED, EXIT_OK, exit_status, parse_finding_id
 from conformance.work import items_of_log, planned_again
 
@@ -108,10 +110,11 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
         raise unknown("model", case.model, cases(), listed="models")
     for kind, name, known in (
         ("scenario", case.scenario, SCENARIOS),
-        ("optimizer", case.optimizer, OPTIMIZERS),
+        ("optimizer", case.optimizer, {**OPTIMIZERS, **WHOLE_TENSOR}),
     ):
         if name not in known:
             raise unknown(kind, name, known)
+    second_world(case, 1)
     acts = case.option("acts")
     if case.scenario == SEQUENCE and (not acts or set(acts) - set(ACTS)):
         known_acts = "".join(ACTS)

@@ -9,12 +9,17 @@ from conformance.mutants import (  # noqa: F401 - imported for registration
     dtypes,
     memory,
     optimizer,
+    participation,
+    recipes,
     reported,
+    resuming,
     robustness,
     saving,
     sharding,
     states,
+    streams,
     structure,
+    traffic,
     training,
 )
 from conformance.mutants.registry import MUTANTS, Mutant, mutant_named

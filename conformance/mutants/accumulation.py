@@ -46,3 +46,21 @@ class WrapperDividesToo(Adapter):
     def backward(self, w: Wrapped, loss: Tensor) -> None:
         """Backward of a part of the loss."""
         super().backward(w, loss / self._accumulation)
+
+
+@mutant(
+    check="accumulation.big_batch",
+    cause=Cause.COUNTED_TWICE,
+    case="mlp/train/accumulation=3,optimizer=sgd",
+    bugs=("NVIDIA/Megatron-LM#6660",),
+    world=1,
+)
+class BufferReducedIntoItself(Adapter):
+    """With a group of one rank what has been accumulated is added to itself at every backward."""
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Double, then backward."""
+        for parameter in w.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 2
+        super().backward(w, loss)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from conformance.adapter import Adapter, StateKind, Wrapped
@@ -199,3 +200,22 @@ class OptimizerStepsOldTensors(Adapter):
         super().load_optim_state(w, kind, state)
         for group in w.optimizer.param_groups:
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+
+
+@mutant(
+    check="resume.optimizer",
+    cause=Cause.NOT_LOADED,
+    case=EXPLICIT,
+    base="fsdp.fully_shard",
+    variant="hybrid,replicas=2",
+    bugs=("pytorch/pytorch#128444",),
+    world=4,
+)
+class LoadReachesOneReplica(Adapter):
+    """A full state of rank 0 goes to rank 0's replica; what the others are sent never arrives."""
+
+    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
+        """Load, and lose it again on the other replicas."""
+        super().load_optim_state(w, kind, state)
+        if dist.get_rank() >= dist.get_world_size() // self.replicas:
+            w.optimizer.state.clear()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from conformance.adapter import Adapter, StateKind, Wrapped
+from conformance.adapter import (
+    Adapter,
+    BuildConfig,
+    OptimizerFactory,
+    StateKind,
+    Wrapped,
+    local,
+)
 from conformance.causes import Cause
 from conformance.mutants.registry import mutant
+from conformance.trust_ratio import TrustRatio
 
 
 @mutant(
@@ -110,3 +119,30 @@ def states(w: Wrapped) -> Iterator[tuple[str, Tensor]]:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 yield key, value
+
+
+class TrustRatioOfParts(TrustRatio):
+    """Takes the norm of what this rank holds for that of the whole parameter."""
+
+    def norm(self, tensor: Tensor) -> Tensor:
+        """Of the local part."""
+        part: Tensor = local(tensor).norm()
+        return part
+
+
+@mutant(
+    check="parameters.first_step",
+    cause=Cause.LOCAL_NORM,
+    case="mlp/train/optimizer=trust",
+    base="torch.fully_shard",
+    bugs=("deepspeedai/DeepSpeed#1285",),
+)
+class OptimizerSeesParts(Adapter):
+    """An optimizer that needs whole parameters is given this rank's parts of them."""
+
+    def build(
+        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
+    ) -> Wrapped:
+        """With its norms taken of parts."""
+        of_parts = replace(make_optimizer, optimizer_class=TrustRatioOfParts)
+        return super().build(model, of_parts, config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from conformance.adapter import Adapter
 from conformance.causes import Cause
@@ -31,6 +32,8 @@ class Mutant:
         world: smallest world in which the defect shows.
         defect: the class that overrides the adapter's verbs.
         verdict: what the check must say.
+        device: "accelerator" if the defect is one of an accelerator's streams; ``None`` if it shows
+            everywhere.
         timeout: seconds after which its case is ended from outside; ``None`` for the run's own.
     """
 
@@ -45,7 +48,12 @@ class Mutant:
     world: int
     defect: type[Adapter]
     verdict: Verdict = Verdict.FAIL
+    device: Literal["accelerator"] | None = None
     timeout: float | None = None
+
+    def shows_on(self, device: str) -> bool:
+        """Whether the defect can show on a device of this type."""
+        return self.device is None or device != "cpu"
 
     @contextmanager
     def planted(self, adapter: Adapter) -> Iterator[Adapter]:
@@ -73,6 +81,7 @@ def mutant(  # noqa: PLR0913 - a row of the register, by name
     bugs: tuple[str, ...] = (),
     world: int = 2,
     verdict: Verdict = Verdict.FAIL,
+    device: Literal["accelerator"] | None = None,
     timeout: float | None = None,
 ) -> Callable[[type[Adapter]], type[Adapter]]:
     """Register a defect class; its name in snake case names the mutant."""
@@ -93,6 +102,7 @@ def mutant(  # noqa: PLR0913 - a row of the register, by name
             world=world,
             defect=defect,
             verdict=verdict,
+            device=device,
             timeout=timeout,
         )
         return defect

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
+from conformance.report.claims import claims_line, ledger
 from conformance.report.group import CaseFailure, Family, families
 from conformance.report.lines import Log, Reported, Role
 from conformance.report.log import counts
@@ -27,7 +28,7 @@ def report_text(log: Log) -> str:
         *(family_text(family) for family in families(log.reported)),
         undecided_text(log.reported),
         control_text(log.reported, log.header.get("baseline", "oracle")),
-        *(summary_text(log.reported, label) for label in shown),
+        *(summary_text(log, label) for label in shown),
         matrix_text(log.reported, shown, WIDTH),
         claims_text(log.reported),
         verdict_text(log),
@@ -113,14 +114,15 @@ def control_text(reported: Sequence[Reported], truth: str = "oracle") -> str:
     return "\n".join([*lines, f"      {first.repro}"])
 
 
-def summary_text(reported: Sequence[Reported], label: str) -> str:
-    """One adapter: how much was judged, how it went, how close it came, what it does not claim."""
-    own = [r for r in reported if r.role is Role.JUDGED and _label(r.finding) == label]
+def summary_text(log: Log, label: str) -> str:
+    """One adapter: how much was judged, how it went, how close it came, what of it is claimed."""
+    own = [r for r in log.reported if r.role is Role.JUDGED and _label(r.finding) == label]
     findings = [r.finding for r in own]
     cases = number(len({f.case for f in findings}), "case")
     checks = number(len({f.check for f in findings}), "check")
     verdicts = ", ".join(f"{n} {verdict}" for verdict, n in counts(own).items())
     lines = [f"{label}: {cases}, {checks}", *indented(f"{verdicts}{_worst(findings)}", 2)]
+    lines += indented(_claims(log, label, findings), 2)
     expected = Counter(r.reason for r in own if r.finding.verdict is Verdict.XFAIL)
     for reason, times in expected.items():
         lines += indented(f"as expected: {reason} ({number(times, 'finding')})", 2)
@@ -134,6 +136,16 @@ def summary_text(reported: Sequence[Reported], label: str) -> str:
     for sentence, times in sorted(unclaimed.items()):
         lines += indented(f"{sentence} ({number(times, 'finding')})", 2)
     return "\n".join(lines)
+
+
+def _claims(log: Log, label: str, findings: Sequence[Finding]) -> str:
+    adapters = log.header["adapters"]
+    names = next(
+        a["capabilities"] for a in adapters if adapter_label(a["name"], a["variant"]) == label
+    )
+    return claims_line(
+        ledger(names, findings), whole=not log.partial and not log.header["narrowed"]
+    )
 
 
 def claims_text(reported: Sequence[Reported]) -> str:

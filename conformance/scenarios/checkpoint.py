@@ -36,15 +36,7 @@ def checkpoint(run: Run) -> None:
     After a save into a directory the saved pair takes a step before the load: what is on disk must
     not follow. States in memory may be the wrapper's own tensors, so there it takes none.
     """
-    with run.phase("build"):
-        w = run.build()
-        run.observe_built(w)
-        _remember_rates(w)
-    for step in range(STEPS_BEFORE):
-        with run.phase(f"step {step}"):
-            if step:
-                _lower_rates(w)
-            run.train_step(w, step)
+    w = train_until_save(run)
     with run.phase("save"):
         saved = _save(run, w)
         run.observe_state(w, step=STEPS_BEFORE - 1, prefix="kept_")
@@ -57,14 +49,33 @@ def checkpoint(run: Run) -> None:
     with run.phase("build again"):
         fresh = run.build(optimizer=with_other_hyperparameters(run.optimizer), perturbed=True)
         if run.case.option("kind") == "save":
-            _remember_rates(fresh)  # a directory is read into what is there
+            remember_rates(fresh)  # a directory is read into what is there
     with run.phase("load"):
         _load(run, fresh, saved)
         run.observe_state(fresh, step=STEPS_BEFORE - 1, prefix="loaded_")
+    train_on(run, fresh)
+
+
+def train_until_save(run: Run) -> Wrapped:
+    """Build a pair and train it as far as it is saved."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+        remember_rates(w)
+    for step in range(STEPS_BEFORE):
+        with run.phase(f"step {step}"):
+            if step:
+                _lower_rates(w)
+            run.train_step(w, step)
+    return w
+
+
+def train_on(run: Run, w: Wrapped) -> None:
+    """The steps after the load."""
     for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
         with run.phase(f"step {step}"):
-            _lower_rates(fresh)
-            run.train_step(fresh, step)
+            _lower_rates(w)
+            run.train_step(w, step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +135,7 @@ def _load(run: Run, w: Wrapped, saved: Saved) -> None:
     run.adapter.load_optim_state(w, state_kind, saved.optimizer)
 
 
-def _remember_rates(w: Wrapped) -> None:
+def remember_rates(w: Wrapped) -> None:
     """What a scheduler does to an optimizer when it is made."""
     for group in w.optimizer.param_groups:
         group["initial_lr"] = group["lr"]

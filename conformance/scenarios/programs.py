@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from conformance.adapter import ignore
 from conformance.scenarios.checkpoint import checkpoint
 from conformance.scenarios.memory import memory
+from conformance.scenarios.recipes import averaged, materialised, scaled
+from conformance.scenarios.resume import RESUME, resume, resumed
 from conformance.scenarios.run import Clip, Run
 from conformance.scenarios.sequence import SEQUENCE, sequence
+from conformance.scenarios.witness import witness
 
 EVAL_BEFORE_STEP = 4
 CLIPS: tuple[Clip | None, ...] = (
@@ -36,12 +39,14 @@ class Scenario:
         program: runs it.
         why: one sentence.
         needs: capabilities without which it is not run.
+        second: the part that a second job runs, in fresh processes; ``None`` if there is none.
     """
 
     name: str
     program: Callable[[Run], None]
     why: str
     needs: frozenset[str] = frozenset()
+    second: Callable[[Run], None] | None = None
 
 
 def train(run: Run) -> None:
@@ -143,9 +148,21 @@ SCENARIOS: Mapping[str, Scenario] = {
             needs=frozenset({"unused_parameters"}),
         ),
         Scenario(
+            name="varying",
+            program=train,
+            why="training with parameters that take part now and then",
+            needs=frozenset({"unused_parameters", "unused_parameters.varying"}),
+        ),
+        Scenario(
             name="checkpoint",
             program=checkpoint,
             why="save, load into a fresh pair, go on",
+        ),
+        Scenario(
+            name=RESUME,
+            program=resume,
+            second=resumed,
+            why="save, load in a fresh job of another number of ranks, go on",
         ),
         Scenario(
             name="two_forwards",
@@ -166,6 +183,22 @@ SCENARIOS: Mapping[str, Scenario] = {
             why="forwards whose parameters the optimizer makes stale",
             # who claims them says when they are there, which is when to evaluate
             needs=frozenset({"gradients"}),
+        ),
+        Scenario(
+            name="witness", program=witness, why="what the model sees from inside, hooks counted"
+        ),
+        Scenario(
+            name="scaled",
+            program=scaled,
+            why="a scaled loss that is infinite on one rank",
+            needs=frozenset({"scaler"}),
+        ),
+        Scenario(name="averaged", program=averaged, why="an average of weights, written back"),
+        Scenario(
+            name="materialised",
+            program=materialised,
+            why="a state loaded into a model that was wrapped without storage",
+            needs=frozenset({"meta", "model_state.full"}),
         ),
         Scenario(name="memory", program=memory, why="live bytes, in a pass of their own"),
         Scenario(name=SEQUENCE, program=sequence, why="any order of all that, drawn at random"),

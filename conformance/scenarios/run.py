@@ -19,7 +19,7 @@ from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, StepResu
 from conformance.case import Case
 from conformance.history import flatten
 from conformance.models import ModelCase
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import optimizer_named
 
 PERTURBATION = 0.25
 """By how much a fresh model's weights differ from the model's, before a checkpoint is loaded."""
@@ -55,6 +55,17 @@ class Recorder(Protocol):
         """Names for the modules that issue collectives."""
 
 
+class Carrier(Protocol):
+    """Takes the full states of model and optimizer from one job to the next."""
+
+    def put(self, states: tuple[Any, Any]) -> None:
+        """Called in the first job, on all ranks."""
+
+    def take(self) -> tuple[Any, Any]:
+        """What was put, in the second job, on all ranks."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Clip:
     """Clipping of one step: threshold and p."""
@@ -82,6 +93,7 @@ class Run:
         world: ranks.
         options: of the adapter's variant.
         scratch: a directory that all ranks share, for checkpoints.
+        carrier: of states between the two jobs of a case that has two.
         recorder: sees the collectives; ``None`` in the oracle.
         dtype: of parameters and floating inputs; float64 when the oracle measures its noise.
         before_optimizer: called in every step between backward and clipping; None does nothing.
@@ -96,6 +108,7 @@ class Run:
     world: int
     options: Mapping[str, Any] = field(default_factory=dict)
     scratch: Path
+    carrier: Carrier
     recorder: Recorder | None = None
     dtype: torch.dtype = torch.float32
     before_optimizer: Callable[[], None] | None = None
@@ -133,7 +146,7 @@ class Run:
     @property
     def optimizer(self) -> OptimizerFactory:
         """The optimizer that the case names."""
-        return OPTIMIZERS[self.case.optimizer]
+        return optimizer_named(self.case.optimizer)
 
     def bare_model(self, *, perturbed: bool = False) -> nn.Module:
         """The model without wrapper; `perturbed` moves every floating weight and buffer."""
@@ -150,20 +163,23 @@ class Run:
         *,
         optimizer: OptimizerFactory | None = None,
         perturbed: bool = False,
+        meta: bool = False,
         clip: Clip | None = None,
     ) -> Wrapped:
-        """Wrap a fresh model and name its modules for the record of collectives."""
+        """Wrap a fresh model, perhaps one without storage, and name what issues collectives."""
         config = BuildConfig(
             device=self.device,
             world_size=self.world,
             units=self.model.units,
             options=self.options,
             accumulation=self.case.accumulation,
-            unused_parameters="unused" in self.model.traits,
+            unused_parameters=self.model.leaves_out,
             max_norm=clip.max_norm if clip else None,
             norm_type=clip.norm_type if clip else 2.0,
         )
         model = self.bare_model(perturbed=perturbed)
+        if meta and self.recorder is not None:  # the truth is loaded into storage of its own
+            model = model.to("meta")
         built = self.adapter.build(model, optimizer or self.optimizer, config)
         wrapped = self._of_kind(Wrapped, "build", built, "module=..., optimizer=...")
         self.writer.write("remarks", list(wrapped.remarks))

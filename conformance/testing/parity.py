@@ -121,7 +121,7 @@ class _Training:
             units=self.model.units,
             options=self.options,
             accumulation=self.how.accumulation,
-            unused_parameters="unused" in self.model.traits,
+            unused_parameters=self.model.leaves_out,
             max_norm=self.how.max_norm,
         )
         module = self.model.build().to(device=device)

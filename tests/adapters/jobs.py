@@ -61,7 +61,7 @@ class Pair:
             world_size=self.context.world_size,
             units=self.model.units,
             options=self.options,
-            unused_parameters="unused" in self.model.traits,
+            unused_parameters=self.model.leaves_out,
         )
         return self.adapter.build(shifted(self.model.build(), shift), factory, config)
 

@@ -9,6 +9,9 @@ import pytest
 
 from conformance.adapter import Refusal
 from conformance.adapters.composable import ComposableAdapter
+from conformance.adapters.refusals import refusals
+from conformance.ranks import Job, RankPool
+from tests.adapters import jobs
 
 
 def ranks(count: int, *, dims: int = 1) -> Any:
@@ -25,3 +28,25 @@ def test_parts_that_do_not_divide_the_ranks_are_refused(reshard: int, count: int
 def test_everything_else_is_left_to_the_wrapper(reshard: object) -> None:
     ComposableAdapter._check_part(reshard, ranks(4))
     ComposableAdapter._check_part(reshard, ranks(2, dims=2))
+
+
+FLAT = ("torch.FullyShardedDataParallel", "fsdp.FullyShardedDataParallel")
+SHARDED = (*FLAT, "torch.fully_shard", "fsdp.fully_shard")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "model"),
+    [*((name, "scalar") for name in SHARDED), *((name, "adapted") for name in FLAT)],
+)
+def test_models_that_a_wrapper_does_not_take_are_refused(
+    pool: RankPool, adapter: str, model: str
+) -> None:
+    job = Job.of(jobs.side_doors, adapter=adapter, variant="default", model=model)
+    assert "Refusal: " in pool.run(job).sentence
+
+
+def test_any_other_error_is_the_wrappers_own() -> None:
+    with pytest.raises(ValueError, match="too short"), refusals():
+        raise ValueError("the flat parameter is too short")
+    with pytest.raises(TypeError, match="scalar"), refusals():
+        raise TypeError("FSDP doesn't support scalar parameters")

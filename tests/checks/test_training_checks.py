@@ -9,7 +9,7 @@ from torch import Tensor
 from conformance.adapter import Conventions
 from conformance.causes import Cause
 from conformance.checks.updates import stepped
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from tests.checks.literal import Story, cause, first_mismatch, tied, training
 
 SINGLE = [
@@ -120,12 +120,23 @@ def test_one_wrong_gradient_is_no_matter_of_scale() -> None:
         ("gradients_of_rank", 0, Cause.NOT_REDUCED),
         ("gradients_of_rank", 1, Cause.OTHER_RANK),
         ("gradients_last_micro", 0, Cause.LAST_MICRO_BATCH_ONLY),
+        ("gradients_doubled", 0, Cause.COUNTED_TWICE),
     ],
 )
 def test_a_gradient_from_the_wrong_source_is_named(source: str, rank: int, expected: Cause) -> None:
     story = training(accumulation=3)
     story.instead("gradients", story.value(source, rank, step=0), rank=0, step=0)
     assert cause("gradients.value", story) is expected
+
+
+def test_a_step_by_the_norms_of_parts_is_named() -> None:
+    optimizer = WHOLE_TENSOR["trust"]
+    story = training(optimizer="trust")
+    start, gradients = story.value("parameters", step=-1), story.value("gradients", step=0)
+    halves = zip(start["body"].chunk(2), gradients["body"].chunk(2), strict=True)
+    body = torch.cat([stepped(optimizer, part, [gradient]) for part, gradient in halves])
+    story.instead("parameters", tied({"body": body}), step=0)
+    assert cause("parameters.first_step", story) is Cause.LOCAL_NORM
 
 
 def test_a_missing_gradient_and_one_too_many_are_named() -> None:

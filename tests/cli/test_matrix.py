@@ -20,7 +20,8 @@ from conformance.mutants import MUTANTS
 from conformance.power import without_power
 from conformance.probes import claim_finding, probed_capabilities
 from conformance.report.lines import Role
-from conformance.session import OracleFailed, Subject
+from conformance.session import OracleFailed
+from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict
 from conformance.work import planned_again
 from tests.cli.literal import ADAPTER, CASE, finding

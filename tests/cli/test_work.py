@@ -10,11 +10,13 @@ from conformance.adapter import CAPABILITIES
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.checks import CHECKS
+from conformance.checks.registry import TRAINING
 from conformance.errors import UsageError
 from conformance.models import cases
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from conformance.plan import (
     CHECKPOINTS,
+    SHOWN_BY,
     TRAININGS,
     Depth,
     every_case,
@@ -60,7 +62,10 @@ SMALL = [name for name, model in cases().items() if "wide" not in model.traits]
 
 def test_every_small_model_is_trained_and_saved_at_every_depth() -> None:
     for depth in Depth:
-        seen = {(case.model, case.scenario.replace("unused", "train")) for case in planned(depth)}
+        seen = {
+            (case.model, "train" if case.scenario in TRAINING else case.scenario)
+            for case in planned(depth)
+        }
         assert {(m, s) for m in SMALL for s in ("train", "checkpoint")} <= seen
 
 
@@ -129,10 +134,32 @@ def test_full_depth_crosses_every_variant_and_model_with_every_training() -> Non
     crossed = {
         (item.subject.variant, case.model, case.option("optimizer"), case.option("accumulation"))
         for item in items
-        if (case := item.planned.case).scenario in ("train", "unused")
+        if (case := item.planned.case).scenario in TRAINING and case.optimizer in OPTIMIZERS
     }
     options = product(make_adapter(DDP)[0].variants, SMALL, OPTIMIZERS, ("1", "3"))
-    assert crossed == set(options)
+    # with a static graph what takes part may not vary
+    assert crossed == {o for o in options if "static_graph" not in o[0] or o[1] != "varying"}
+
+
+def test_optimizers_of_whole_parameters_are_asked_of_who_claims_them() -> None:
+    def asked(claims: frozenset[str]) -> set[str]:
+        return {str(c) for c in planned(claims=claims) if c.optimizer in WHOLE_TENSOR}
+
+    assert asked(ALL) == {f"mlp/train/optimizer={name}" for name in WHOLE_TENSOR}
+    assert asked(ALL - {"optimizer.whole"}) == set()
+
+
+@pytest.mark.parametrize("name", ["recomputed", "adapted", "scalar", "varying"])
+def test_a_singular_model_takes_one_training_and_one_checkpoint(name: str) -> None:
+    own = [c for c in planned() if c.model == name]
+    kinds = [c.scenario for c in own if c.scenario in TRAINING | {"checkpoint"}]
+    assert sorted(kinds) == sorted(["checkpoint", "varying" if name == "varying" else "train"])
+
+
+def test_recipes_are_asked_of_the_models_that_show_something() -> None:
+    seen = {(c.scenario, c.model) for c in planned() if c.scenario in SHOWN_BY}
+    assert seen == {(scenario, name) for scenario, names in SHOWN_BY.items() for name in names}
+    assert {name for names in SHOWN_BY.values() for name in names} <= set(SMALL)
 
 
 def test_a_depth_is_that_of_every_variant() -> None:

@@ -13,7 +13,8 @@ from conformance.checks import CHECKS
 from conformance.execute import ORACLE_RUNS, OracleRequest, run_baseline, run_oracle
 from conformance.history import History, as_tensor
 from conformance.ranks import Job, RankPool, RankVerdict
-from conformance.session import BASELINES, PRELOAD, Session, Setting, Subject
+from conformance.session import BASELINES, PRELOAD, Session, Setting
+from conformance.subject import Subject
 from conformance.tolerance import Oracle, distance
 from conformance.verdicts import Finding, Verdict
 
@@ -47,7 +48,7 @@ def truths(pool: RankPool, directory: Path, case: str, conventions: Conventions)
 
 def measured(what: str) -> str:
     """Of what the oracle measures its noise where `what` is what a defect would have given."""
-    suspects = {"gradients_of_rank", "gradients_last_micro"}
+    suspects = {"gradients_of_rank", "gradients_last_micro", "gradients_doubled"}
     return "gradients" if what in suspects else what.removeprefix("stale_")
 
 

@@ -13,7 +13,7 @@ from conformance.fuzz import Judge, Search, kind_of
 from conformance.item import Item
 from conformance.models import case
 from conformance.scenarios.sequence import ACTS
-from conformance.session import Subject
+from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict
 
 NAME = "torch.fully_shard"

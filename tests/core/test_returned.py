@@ -16,6 +16,7 @@ from conformance.case import Case
 from conformance.history import HistoryWriter
 from conformance.models import case as model_case
 from conformance.scenarios import Run
+from conformance.scenarios.carriers import InFile
 
 
 class Returns(Adapter):
@@ -49,6 +50,7 @@ def run(adapter: Adapter, writer: HistoryWriter, folder: Path) -> Run:
         device=torch.device("cpu"),
         world=1,
         scratch=folder,
+        carrier=InFile(path=folder / "states.pt", rank=0),
     )
 
 

@@ -82,21 +82,50 @@ def calls_and_outputs(case: ModelCase) -> tuple[Counter[str], dict[str, Any]]:
     return calls, outputs
 
 
+def left_out(case: ModelCase, found: dict[str, Tensor | None]) -> set[str]:
+    """Trainable parameters without a gradient."""
+    trainable = {name for name, p in case.build().named_parameters() if p.requires_grad}
+    return {name for name in trainable if found[name] is None}
+
+
+def calls_in_backward(case: ModelCase) -> int:
+    """How many modules run while backward does."""
+    module, calls = case.build(), list[nn.Module]()
+    for inner in module.modules():
+        inner.register_forward_hook(lambda inner, args, output: calls.append(inner))
+    loss = case.loss(module, case.batch(0, 0, 0))
+    before = len(calls)
+    loss.backward()
+    return len(calls) - before
+
+
+def mixed(case: ModelCase, module: nn.Module) -> bool:
+    """Whether a unit, or the root, holds frozen and trainable parameters."""
+    owner, kinds = owners(case, module), dict[str, set[bool]]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        kinds.setdefault(owner[name], set()).add(parameter.requires_grad)
+    return any(len(found) > 1 for found in kinds.values())
+
+
 def traits(case: ModelCase) -> set[str]:
     """The traits that a case has, found without looking at those it states."""
     module = case.build()
     inputs = tensors(case.batch(0, 0, 0))
     parameters = list(module.parameters())
     named = list(module.named_parameters(remove_duplicate=False))
-    grads = gradients(case, [case.batch(0, 0, 0)])
+    grads, later = (gradients(case, [case.batch(0, step, 0)]) for step in (0, 1))
     calls, outputs = calls_and_outputs(case)
     units = {name for name, inner in module.named_modules() if isinstance(inner, case.units)}
     data = [t.numel() for t in tensors([case.batch(0, 0, 0), *outputs.values()])]
     measured = {
         "tied": len(named) > len(parameters),
-        "uneven": not any(p.shape[0] % k == 0 for p in parameters for k in (2, 3, 4)),
+        "uneven": not any((*p.shape, 1)[0] % k == 0 for p in parameters for k in (2, 3, 4)),
         "tiny": any(p.numel() < len(RANKS) for p in parameters),
-        "unused": any(grads[n] is None for n, p in named if n in grads and p.requires_grad),
+        "unused": bool(left_out(case, grads) & left_out(case, later)),
+        "varying": left_out(case, grads) != left_out(case, later),
+        "recomputed": calls_in_backward(case) > 0,
+        "mixed": mixed(case, module),
+        "scalar": any(p.dim() == 0 for p in parameters),
         "frozen": not all(p.requires_grad for p in parameters),
         "buffers": any(True for _ in module.buffers()),
         "batchnorm": any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()),

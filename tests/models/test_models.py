@@ -118,7 +118,8 @@ def test_a_model_that_cannot_be_built_leaves_the_global_state_alone() -> None:
 @every_case
 def test_the_stated_traits_are_those_measured(case: ModelCase) -> None:
     assert set(case.traits) == facts.traits(case)
-    assert case.concatenate == ("batchnorm" not in case.traits)
+    assert case.concatenate != bool(case.traits & {"batchnorm", "varying"})
+    assert case.leaves_out == bool(case.traits & {"unused", "varying"})
 
 
 @every_case
@@ -140,7 +141,7 @@ def test_every_parameter_group_has_parameters_and_the_root_is_one(case: ModelCas
 
 
 @every_case
-def test_a_parameter_group_is_trainable_or_frozen_and_holds_all_names_of_its_parameters(
+def test_a_parameter_group_mixes_kinds_only_where_stated_and_holds_all_names_of_its_parameters(
     case: ModelCase,
 ) -> None:
     module = case.build()
@@ -149,7 +150,7 @@ def test_a_parameter_group_is_trainable_or_frozen_and_holds_all_names_of_its_par
     for name, parameter in module.named_parameters(remove_duplicate=False):
         trainable[owner[name]].add(parameter.requires_grad)
         groups[id(parameter)].add(owner[name])
-    assert all(len(kinds) == 1 for kinds in trainable.values())
+    assert all(len(kinds) == 1 for kinds in trainable.values()) != ("mixed" in case.traits)
     assert all(len(places) == 1 for places in groups.values())
 
 

@@ -19,6 +19,10 @@ CASES = (
     "nested_io",
     "reused",
     "strided",
+    "recomputed",
+    "adapted",
+    "scalar",
+    "varying",
     "wide",
 )
 

@@ -14,7 +14,7 @@ from conformance.mutants import MUTANTS
 ENTRY = Entry(id="a/b#1", kind="clip", title="One | two")
 OTHER = replace(ENTRY, id="a/b#2")
 MUTANT = replace(MUTANTS["key_lost"], bugs=("a/b#1",), world=4)
-SMALLER = replace(MUTANTS["rank_killed"], bugs=("a/b#1",), world=2)
+SMALLER = replace(MUTANTS["rank_killed"], bugs=("a/b#1",), world=2, device="accelerator")
 OPEN = Reason(status=Status.OPEN, reason="Nobody looks.")
 
 
@@ -72,6 +72,9 @@ def test_a_row_without_reason_is_refused(row: str, tmp_path: Path) -> None:
 def test_the_page_counts_and_escapes() -> None:
     text = page(matrix([ENTRY, OTHER], [MUTANT, SMALLER], {"a/b#2": OPEN}))
     assert "2 reports:\n1 planted, 0 excluded, 1 open." in text
-    assert "| a/b#1 | clip | One \\| two | 2 | rank_killed | `run.completed` | crashed |" in text
-    assert "|  |  |  | 4 | key_lost | `state_dict.keys` | missing-key |" in text
+    assert "1 of the planted ones show on CPU, 0 on accelerators." in text
+    only = page(matrix([ENTRY], [SMALLER], {}))
+    assert "0 of the planted ones show on CPU, 1 on accelerators." in only
+    assert "| a/b#1 | clip | One \\| two | 2 | accelerator | rank_killed | `run.comp" in text
+    assert "|  |  |  | 4 | any | key_lost | `state_dict.keys` | missing-key |" in text
     assert "| a/b#2 | clip | One \\| two | Nobody looks. |" in text

@@ -17,7 +17,7 @@ from conformance.checks import CHECKS
 from conformance.errors import UsageError
 from conformance.mutants import MUTANTS
 from conformance.mutants.registry import mutant, mutant_named
-from conformance.optimizers import OPTIMIZERS
+from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from conformance.scenarios import SCENARIOS
 from conformance.selftest import select_mutants
 
@@ -49,7 +49,7 @@ def test_a_mutant_names_what_exists(name: str) -> None:
 def test_a_mutants_case_can_be_run_and_is_judged_by_its_check(name: str) -> None:
     row = MUTANTS[name]
     case, check = Case.parse(row.case), CHECKS[row.check]
-    assert case.optimizer in OPTIMIZERS
+    assert case.optimizer in {**OPTIMIZERS, **WHOLE_TENSOR}
     model = models.case(case.model)
     assert case.scenario in SCENARIOS
     if check.judge is None:

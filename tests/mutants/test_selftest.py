@@ -62,6 +62,15 @@ def test_a_world_that_is_too_small_is_said_and_nothing_runs(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_defect_of_streams_is_not_looked_for_where_there_are_none(tmp_path: Path) -> None:
+    rows = [row for row in MUTANTS.values() if row.device is not None]
+    assert rows
+    results = diagonal(Setting(directory=tmp_path), rows)
+    assert {result.kill for result in results} == {Kill.OTHER_DEVICE}
+    assert list(tmp_path.iterdir()) == []
+    assert all(row.shows_on("other") and not row.shows_on("cpu") for row in rows)
+
+
 def test_trouble_with_one_mutant_does_not_stop_the_others(tmp_path: Path) -> None:
     broken = replace(ROW, name="broken", case="no-such-model/train")
     told: list[str] = []

@@ -10,7 +10,9 @@ import pytest
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.ranks import Job, RankVerdict
-from conformance.session import Session, Setting, Subject, judge_stored
+from conformance.session import Session, Setting
+from conformance.stored import judge_stored
+from conformance.subject import Subject
 from conformance.verdicts import COMPLETED, Finding, Verdict
 from tests.testing.faults import ROWS, Row
 from tests.testing.faulty import FAULTY_STEP, FaultyAdapter, look

@@ -58,7 +58,8 @@ SCENARIO = """
 import os, time, pathlib
 from conformance.adapters.torch_ddp import DataParallelAdapter
 from conformance.case import Case
-from conformance.session import Session, Setting, Subject
+from conformance.session import Session, Setting
+from conformance.subject import Subject
 
 class Waiting(DataParallelAdapter):
     def optimizer_step(self, w):

@@ -1,0 +1,159 @@
+"""What a wrapper shows to the model inside and to the recipes around it."""
+
+from __future__ import annotations
+
+import torch
+
+from conformance.causes import MEANING, Cause
+from conformance.checks.evidence import (
+    Evidence,
+    Ledger,
+    Suspects,
+    compare_trees,
+    observed,
+    place,
+)
+from conformance.checks.registry import check
+from conformance.explain import Suspect
+from conformance.history import Observation
+from conformance.scenarios.recipes import OVERFLOW
+
+WITNESS = frozenset({"witness"})
+
+
+@check("forward.strides", profile="robustness", scenarios=WITNESS)
+def forward_strides(evidence: Evidence, ledger: Ledger) -> None:
+    """Forward sees parameters of the model's own shapes and memory formats."""
+    for rank, seen, got in observed(evidence, "parameters_seen"):
+        for name, (shape, strides) in seen.value.items():
+            found = got.get(name)
+            # the stride of a dimension of one element says nothing
+            held = (
+                found is not None
+                and found[0] == shape
+                and all(
+                    one == other or size == 1
+                    for size, one, other in zip(shape, found[1], strides, strict=True)
+                )
+            )
+            shown = "not there" if found is None else f"{found[0]} with strides {found[1]}"
+            same = found is not None and found[0] == shape
+            cause = Cause.WRONG_STRIDES if same else Cause.WRONG_SHAPE
+            ledger.hold(
+                held,
+                moment=seen.moment,
+                cause=cause,
+                sentence=f"{name} in forward at {place(seen.where, rank)} is {shown},"
+                f" expected {shape} with strides {strides}: {MEANING[cause]}",
+                rank=rank,
+                fqn=name,
+                **seen.where,
+            )
+
+
+@check("hooks.modules", profile="robustness", scenarios=WITNESS)
+def hooks_modules(evidence: Evidence, ledger: Ledger) -> None:
+    """Forward and backward hooks of modules run as often as without the wrapper."""
+    _compare_counts(evidence, ledger, "hooks_calls", "forward hook")
+    _compare_counts(evidence, ledger, "hooks_backward", "backward hook")
+
+
+@check(
+    "hooks.parameters",
+    profile="robustness",
+    scenarios=WITNESS,
+    needs=frozenset({"hooks.parameters"}),
+)
+def hooks_parameters(evidence: Evidence, ledger: Ledger) -> None:
+    """Hooks of parameters run once for every backward that gives them a gradient."""
+    _compare_counts(evidence, ledger, "hooks_gradients", "hook")
+
+
+def _compare_counts(evidence: Evidence, ledger: Ledger, what: str, noun: str) -> None:
+    for rank, seen, got in observed(evidence, what):
+        for name in sorted({*seen.value, *got}):
+            due, found = seen.value.get(name, 0), got.get(name, 0)
+            ledger.hold(
+                found == due,
+                moment=seen.moment,
+                cause=Cause.WRONG_COUNT,
+                sentence=f"{noun} of {name} ran {found:g} times until {place(seen.where, rank)},"
+                f" expected {due:g}: {MEANING[Cause.WRONG_COUNT]}",
+                rank=rank,
+                fqn=name,
+                got=found,
+                expected=due,
+                **seen.where,
+            )
+
+
+@check(
+    "scaler.together",
+    profile="robustness",
+    scenarios=frozenset({"scaled"}),
+    needs=frozenset({"scaler"}),
+)
+def scaler_together(evidence: Evidence, ledger: Ledger) -> None:
+    """An infinite loss on one rank keeps all ranks from stepping, and all lower the scale."""
+    for rank, seen, got in observed(evidence, "scale"):
+        ledger.hold(
+            got == seen.value,
+            moment=seen.moment,
+            cause=Cause.RANKS_DIFFER,
+            sentence=f"the loss scale at {place(seen.where, rank)} is {got:g},"
+            f" expected {seen.value:g}: {MEANING[Cause.RANKS_DIFFER]}",
+            rank=rank,
+            got=got,
+            expected=seen.value,
+            **seen.where,
+        )
+    for rank, seen, got in observed(evidence, "parameters"):
+        if seen.where["step"] != OVERFLOW:
+            continue
+        before = evidence.history.get(rank, "parameters", step=OVERFLOW - 1)
+        for name, value in got.items():
+            cause = Cause.RANKS_DIFFER if bool(value.isfinite().all()) else Cause.NON_FINITE
+            ledger.hold(
+                name in before and torch.equal(value, before[name]),
+                moment=seen.moment,
+                cause=cause,
+                sentence=f"{name} at {place(seen.where, rank)} was changed by a step that one"
+                f" rank's infinite loss forbids: {MEANING[cause]}",
+                rank=rank,
+                fqn=name,
+                **seen.where,
+            )
+
+
+@check("average.values", profile="robustness", scenarios=frozenset({"averaged"}))
+def average_values(evidence: Evidence, ledger: Ledger) -> None:
+    """An average of the weights over steps, written back to them, is what the model then has."""
+    compare_trees(
+        evidence,
+        ledger,
+        "averaged_parameters",
+        noun="averaged parameter",
+        suspects=_not_written(evidence),
+    )
+
+
+def _not_written(evidence: Evidence) -> Suspects:
+    """The parameters of the last step, before the average took their place."""
+    last = evidence.expected("parameters")[-1]
+
+    def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
+        value = evidence.oracle.reference.get(rank, "parameters", **last.where).get(key)
+        return [] if value is None else [(Cause.NOT_LOADED, value)]
+
+    return suspects
+
+
+@check(
+    "materialised.values",
+    profile="robustness",
+    scenarios=frozenset({"materialised"}),
+    needs=frozenset({"meta"}),
+)
+def materialised_values(evidence: Evidence, ledger: Ledger) -> None:
+    """A model that is wrapped without storage holds, after a load, what was loaded and no more."""
+    compare_trees(evidence, ledger, "materialised_parameters", noun="parameter")

@@ -1,0 +1,256 @@
+"""False alarms: wrappers that are right, judged again and again; every finding against one counts.
+
+Runs the reference, the baseline wrapper and the odd wrappers over many seeds, and the reference's
+options in a table in which every two of them meet. What is done is written to a file as it is done,
+so a second call goes on from there. An alarm is a fault of the suite, of the wrapper, or of the
+tolerance that was measured; it is printed with the line that repeats it.
+
+`python -m conformance.false_alarms` runs it; status 0 without alarms, 1 with one, 2 if there was
+not enough time for all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from conformance.adapters import make_adapter
+from conformance.adapters.covering import at_four_ranks
+from conformance.adapters.odd import ODD
+from conformance.control import CONTROL
+from conformance.errors import UsageError
+from conformance.globs import matches
+from conformance.item import Item
+from conformance.machine import CPU, default_jobs
+from conformance.matrix import Matrix
+from conformance.plan import Depth, plan, select_checks, select_models
+from conformance.report.repeated import Done, line_of, page, recorded
+from conformance.session import Session, Setting
+from conformance.subject import Subject
+from conformance.verdicts import (
+    BAD,
+    EXIT_BAD,
+    EXIT_OK,
+    EXIT_UNDECIDED,
+    EXIT_USAGE,
+    Finding,
+    Verdict,
+    adapter_label,
+)
+from conformance.work import variants_of
+
+ALARM = BAD | {Verdict.ERROR}
+REFERENCE = ("fsdp.fully_shard", "fsdp.FullyShardedDataParallel")
+OPTIONS = "conformance.adapters.fsdp_wrapper:PairsAdapter"
+PLAIN_MODELS = ("mlp", "transformer")
+RECORD = "runs.jsonl"
+PAGE = "false-alarms.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Runs of one kind.
+
+    Attributes:
+        name: what a reader calls them.
+        subjects: adapters with their variants.
+        seeds: one run of every subject with each.
+        world: ranks.
+        profiles: of which the checks judge; empty takes all.
+        models: patterns of names; empty takes all.
+        depth: how many cases each model takes.
+    """
+
+    name: str
+    subjects: tuple[Subject, ...]
+    seeds: tuple[int, ...]
+    world: int = 2
+    profiles: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    depth: Depth = Depth.WIDE
+
+    def items(self, subject: Subject) -> list[Item]:
+        """What one run consists of."""
+        claims = make_adapter(subject.adapter, subject.variant)[0].capabilities
+        checks, models = select_checks(self.profiles), select_models(self.models)
+        return [
+            Item(subject=subject, planned=planned)
+            for planned in plan(claims, checks, models, depth=self.depth)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One run: a subject, a seed and a world."""
+
+    block: Block
+    subject: Subject
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """What it is known by in the record."""
+        label = adapter_label(self.subject.adapter, self.subject.variant)
+        return f"{self.block.name}/{label}/world={self.block.world}#{self.seed}"
+
+
+def blocks(seeds: int, seeds_elsewhere: int) -> tuple[Block, ...]:
+    """All runs: core on two plain models, everything else, and options at two and four ranks."""
+    right = tuple(
+        Subject(adapter=name, variant=next(iter(make_adapter(name)[0].variants)))
+        for name in (*REFERENCE, CONTROL.adapter, *ODD)
+    )
+    four = set(at_four_ranks())
+    options = tuple(variants_of(OPTIONS, ()))
+    return (
+        Block(
+            name="core",
+            subjects=right,
+            seeds=tuple(range(seeds)),
+            profiles=("core",),
+            models=PLAIN_MODELS,
+        ),
+        Block(name="everything", subjects=right, seeds=tuple(range(seeds_elsewhere))),
+        Block(name="options", subjects=options, seeds=(0,), depth=Depth.NARROW),
+        Block(
+            name="options",
+            subjects=tuple(s for s in options if s.variant in four),
+            seeds=(0,),
+            world=4,
+            depth=Depth.NARROW,
+        ),
+    )
+
+
+def planned_runs(chosen: Iterable[Block], patterns: Sequence[str]) -> list[Planned]:
+    """The runs of `chosen`, in order of world and seed, so that these share oracles and ranks.
+
+    Raises:
+        UsageError: one of `patterns` matches no adapter.
+    """
+    runs = [
+        Planned(block=block, subject=subject, seed=seed)
+        for block in chosen
+        for seed in block.seeds
+        for subject in block.subjects
+    ]
+    for pattern in patterns:
+        if not any(matches(run.subject.adapter, pattern) for run in runs):
+            raise UsageError(f"--adapter {pattern}: matches none of the wrappers that are right")
+    kept = [
+        run
+        for run in runs
+        if not patterns or any(matches(run.subject.adapter, pattern) for pattern in patterns)
+    ]
+    return sorted(kept, key=_together)
+
+
+def _together(run: Planned) -> tuple[int, int]:
+    return run.block.world, run.seed
+
+
+def judged(runs: Sequence[Planned], *, jobs: int, until: float) -> Iterator[Done]:
+    """Judge the runs until the clock, `time.monotonic`, says `until`.
+
+    Runs of one world and seed share one session: its ranks, and the oracle's histories.
+    """
+    for (world, seed), group in groupby(runs, key=_together):
+        if time.monotonic() >= until:
+            return
+        with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
+            setting = Setting(world=world, device=CPU, seed=seed, directory=Path(name))
+            count = jobs or default_jobs(world, CPU)
+            with Session(setting, jobs=count) as session, ThreadPoolExecutor(count) as threads:
+                for run in group:
+                    if time.monotonic() >= until:
+                        return
+                    yield _judged(run, session, threads)
+
+
+def _judged(run: Planned, session: Session, threads: ThreadPoolExecutor) -> Done:
+    started, setting = time.monotonic(), session.setting
+    matrix = Matrix(
+        histories=lambda item: session.run(item.subject, item.planned.case),
+        root=setting.directory,
+        world=setting.world,
+        seed=setting.seed,
+        with_control=False,
+    )
+    items = run.block.items(run.subject)
+    waiting = [threads.submit(matrix.report, item) for item in items]
+    found = [one.finding for future in as_completed(waiting) for one in future.result()]
+    return Done(
+        key=run.key,
+        block=run.block.name,
+        adapter=adapter_label(run.subject.adapter, run.subject.variant),
+        world=setting.world,
+        seed=setting.seed,
+        cases=len(items),
+        verdicts=dict(Counter(str(finding.verdict) for finding in found)),
+        alarms=[_told(finding) for finding in found if finding.verdict in ALARM],
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def _told(finding: Finding) -> dict[str, str]:
+    return {"id": finding.id, "sentence": finding.sentence, "repro": finding.repro}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing in the record, then write the page; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m conformance.false_alarms")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the record and the page")
+    parser.add_argument("--seeds", type=int, default=20, help="of core on the plain models")
+    parser.add_argument("--seeds-elsewhere", type=int, default=3, help="of everything else")
+    parser.add_argument("--adapter", action="append", default=[], help="pattern; all by default")
+    parser.add_argument("--block", action="append", default=[], help="core, everything, options")
+    parser.add_argument("--jobs", type=int, default=0, help="cases at once")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no run begins after that")
+    options = parser.parse_args(arguments)
+    try:
+        every = blocks(options.seeds, options.seeds_elsewhere)
+        chosen = [b for b in every if not options.block or b.name in options.block]
+        runs = planned_runs(chosen, options.adapter)
+    except UsageError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / RECORD
+    done = recorded(path)
+    todo = [run for run in runs if run.key not in done]
+    with path.open("w", encoding="utf-8") as record:
+        record.writelines(line_of(run) for run in done.values())
+        until = time.monotonic() + 60.0 * options.minutes
+        for finished in judged(todo, jobs=options.jobs, until=until):
+            done[finished.key] = finished
+            record.write(line_of(finished))
+            record.flush()
+            _show(finished)
+    mine = [done[run.key] for run in runs if run.key in done]
+    text = page(mine, len(runs) - len(mine))
+    (options.out / PAGE).write_text(text, encoding="utf-8")
+    sys.stdout.write(next(line for line in text.splitlines() if "runs, " in line) + "\n")
+    if any(run.alarms for run in mine):
+        return EXIT_BAD
+    return EXIT_OK if len(mine) == len(runs) else EXIT_UNDECIDED
+
+
+def _show(run: Done) -> None:
+    ranks = f"{run.world} ranks, seed {run.seed}"
+    counts = f"{run.cases} cases, {sum(run.verdicts.values())} judged, {len(run.alarms)} alarms"
+    sys.stdout.write(f"{run.block}: {run.adapter}, {ranks}: {counts}, {run.seconds:.1f} s\n")
+    for alarm in run.alarms:
+        sys.stdout.write(f"  {alarm['sentence']}\n  {alarm['repro']}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""What training loops put around steps: a loss scaler, an average of weights, a model on meta."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conformance.per_rank import PerRank, each
+from conformance.scenarios.run import Run
+
+OVERFLOW = 1
+"""The step in which one rank's loss is infinite."""
+SCALED_STEPS = 4
+AVERAGED_STEPS = 3
+DECAY = 0.5
+
+
+def scaled(run: Run) -> None:
+    """Four steps with a scaled loss; in the second one the last rank's loss is infinite."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+        scaler = run.adapter.make_scaler(w, run.device)
+    for step in range(SCALED_STEPS):
+        with run.phase(f"step {step}"):
+            run.mark(f"step {step}/micro 0")
+            loss = run.adapter.forward(w, run.batch(step, 0), run.model.loss)
+            run.writer.write("loss", each(loss, lambda own: own.detach()), step=step, micro=0)
+            if step == OVERFLOW:
+                loss = _on_last_rank(run, loss, lambda own: own * math.inf)
+            run.adapter.backward(w, each(loss, scaler.scale))
+            run.adapter.scaled_step(w, scaler)
+            scaler.update()
+            run.adapter.zero_grad(w)
+            run.writer.write("scale", float(scaler.get_scale()), step=step)
+            with run.side_door():
+                run.writer.write("parameters", run.adapter.full_parameters(w), step=step)
+
+
+def _on_last_rank(run: Run, loss: Any, change: Callable[[Any], Any]) -> Any:
+    """`loss` with the last rank's changed."""
+    if isinstance(loss, PerRank):
+        return PerRank((*loss.values[:-1], change(loss.values[-1])))
+    rank: int = getattr(run.adapter, "rank", dist.get_rank())  # the baseline may play another
+    return change(loss) if rank == run.world - 1 else loss
+
+
+def averaged(run: Run) -> None:
+    """Three steps with a running average of the weights, which then take its place."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+    average: list[Tensor] = []
+    for step in range(AVERAGED_STEPS):
+        with run.phase(f"step {step}"):
+            run.train_step(w, step)
+            weights = run.adapter.weights(w)
+            average = average or [weight.detach().clone() for weight in weights]
+            for kept, weight in zip(average, weights, strict=True):
+                kept.mul_(DECAY).add_(weight.detach(), alpha=1 - DECAY)
+    with run.phase("average"):
+        with torch.no_grad():
+            for weight, kept in zip(run.adapter.weights(w), average, strict=True):
+                weight.copy_(kept)
+        with run.side_door():
+            run.writer.write("averaged_parameters", run.adapter.full_parameters(w), index=0)
+        run.evaluate(w, 0)
+
+
+def materialised(run: Run) -> None:
+    """A step, then its state goes into a pair that was wrapped without storage; two more steps."""
+    with run.phase("build"):
+        w = run.build()
+        run.observe_built(w)
+    with run.phase("step 0"):
+        run.train_step(w, 0)
+    with run.phase("save"):
+        state = run.adapter.model_state(w, "full")
+    with run.phase("build again"):
+        fresh = run.build(meta=True)
+    with run.phase("load"):
+        run.adapter.load_model_state(fresh, "full", state)
+        with run.side_door():
+            loaded = run.adapter.full_parameters(fresh)
+        run.writer.write("materialised_parameters", loaded, step=0)
+    for step in (1, 2):
+        with run.phase(f"step {step}"):
+            run.train_step(fresh, step)

@@ -1,0 +1,270 @@
+"""How much a step sends, told by hand: a model of three units, one of them frozen, on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conformance.adapter import Conventions
+from conformance.case import Case
+from conformance.causes import Cause
+from conformance.checks import CHECKS, Evidence, Ledger
+from conformance.checks.sent import sent
+from conformance.history import NotObserved
+from tests.checks.literal import MODEL, Story
+
+UNIT, FROZEN, ROOT = 512, 128, 8
+TRAINED = 2 * UNIT + ROOT
+ALL = TRAINED + FROZEN
+MICRO_BATCHES = 2
+SHARDED = frozenset({"gradients", "no_sync", "shard.parameters", "memory.reshard"})
+REPLICATED = frozenset({"gradients", "no_sync"})
+
+
+class Unit(nn.Module):
+    def __init__(self, elements: int = UNIT) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(elements // 8, 8))
+
+
+class Net(nn.Module):
+    """Two units that train, one that does not, and a bias of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen = Unit(), Unit(), Unit(FROZEN)
+        self.frozen.weight.requires_grad_(False)
+        self.bias = nn.Parameter(torch.ones(ROOT))
+
+
+def step_of(
+    claims: frozenset[str] = SHARDED,
+    *,
+    passes: int = 2,
+    kept: bool = False,
+    gathered: str = "float32",
+    reduce: tuple[str, int, str] = ("reduce_scatter", TRAINED, "float32"),
+    times: int = 1,
+    **conventions: Any,
+) -> Story:
+    """One step of two micro-batches; what is not said is as a strategy that frees all has it.
+
+    Args:
+        claims: of the adapter.
+        passes: how often a micro-batch gathers each unit.
+        kept: the second micro-batch finds what the first has gathered.
+        gathered: dtype in which parameters travel.
+        reduce: collective, elements and dtype of the reduction.
+        times: how often that is done.
+        conventions: of the adapter.
+    """
+    case = Case.of("literal", "train", accumulation=MICRO_BATCHES, optimizer="sgd")
+    story = Story(case=case, capabilities=claims, conventions=Conventions(**conventions))
+    values = {name: p.detach() for name, p in Net().named_parameters()}
+    trained = {name: p.detach() for name, p in Net().named_parameters() if p.requires_grad}
+    story.phase("build")
+    story.see("parameters", values, step=-1)
+    story.phase("step 0")
+    for micro in range(MICRO_BATCHES):
+        label = f"step 0/micro {micro}"
+        if "shard.parameters" in claims and not (kept and micro):
+            send(story, "all_gather", label, ROOT, gathered)
+            for numel in (UNIT, UNIT, FROZEN) * passes:
+                send(story, "all_gather", label, numel, gathered)
+        story.see("loss", torch.tensor(1.0), step=0, micro=micro)
+    for _ in range(times):
+        send(story, reduce[0], f"step 0/micro {MICRO_BATCHES - 1}", reduce[1], reduce[2])
+    story.see("gradients", trained, step=0)
+    story.see("gradients_of_rank", trained, step=0)
+    story.see("parameters", values, step=0)
+    return story
+
+
+def send(story: Story, op: str, label: str, numel: int, dtype: str = "float32") -> None:
+    size = numel * getattr(torch, dtype).itemsize
+    story.collective(op, label, numel=numel, dtype=dtype, bytes=size)
+
+
+def evidence(story: Story) -> Evidence:
+    return replace(story.evidence(), model=replace(MODEL, build=Net, units=(Unit,)))
+
+
+def cause(check: str, story: Story) -> Cause | None:
+    ledger, judge = Ledger(), CHECKS[check].judge
+    assert judge is not None
+    judge(evidence(story), ledger)
+    assert ledger.comparisons > 0
+    first = ledger.first()
+    return None if first is None else first.cause
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "bytes_sent"),
+    [
+        ("all_gather", 4, 30.0),
+        ("reduce_scatter", 4, 30.0),
+        ("all_reduce", 4, 60.0),
+        ("broadcast", 4, 40.0),
+        ("all_reduce", 1, 0.0),
+    ],
+)
+def test_a_rank_sends_what_a_ring_sends(op: str, ranks: int, bytes_sent: float) -> None:
+    assert sent({"op": op, "bytes": 40, "group_ranks": tuple(range(ranks))}) == bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("story", "found"),
+    [
+        (step_of(), None),
+        (step_of(passes=1), None),
+        (step_of(passes=3), Cause.GATHERED_REPEATEDLY),
+        (step_of(passes=1, gathers="once"), None),
+        (step_of(gathers="once"), Cause.GATHERED_REPEATEDLY),
+        (step_of(gathered="float64"), Cause.WRONG_DTYPE),
+        (step_of(gathered="float64", gathered_as="float64"), None),
+        (step_of(gathered="float64", passes=3), Cause.GATHERED_REPEATEDLY),
+        (step_of(gathered_as="bfloat16"), Cause.WRONG_DTYPE),
+        (step_of(gathered="bfloat16", gathered_as="bfloat16"), None),
+    ],
+    ids=[
+        "both passes",
+        "one pass",
+        "three passes",
+        "once, declared",
+        "twice, once declared",
+        "too wide",
+        "wide, declared",
+        "wide and often",
+        "wider than declared",
+        "short, declared",
+    ],
+)
+def test_parameters_travel_as_often_and_as_wide_as_declared(story, found) -> None:
+    assert cause("collectives.bytes", story) is found
+
+
+WHOLE = ("all_reduce", TRAINED, "float32")
+
+
+@pytest.mark.parametrize(
+    ("story", "found"),
+    [
+        (step_of(reduce=WHOLE), Cause.NOT_SCATTERED),
+        (step_of(reduce=WHOLE, reduces="whole"), None),
+        (step_of(reduce=WHOLE, reduces="whole", times=2), Cause.REDUCED_REPEATEDLY),
+        (step_of(times=2), Cause.REDUCED_REPEATEDLY),
+        (step_of(times=0), None),
+        (step_of(reduce=("reduce_scatter", ALL, "float32")), Cause.UNEXPECTED_GRADIENT),
+        (step_of(reduce=("reduce_scatter", UNIT, "float32")), Cause.NOT_REDUCED),
+        (step_of(reduce=("reduce_scatter", TRAINED, "float64")), Cause.WRONG_DTYPE),
+        (step_of(reduce=("reduce_scatter", TRAINED, "float64"), reduced_as="float64"), None),
+        (step_of(REPLICATED, reduce=WHOLE), None),
+        (step_of(REPLICATED), None),
+        (step_of(REPLICATED, reduce=WHOLE, times=2), Cause.REDUCED_REPEATEDLY),
+        (step_of(frozenset({"gradients"}), reduce=WHOLE, times=2), None),
+        (step_of(frozenset({"gradients"}), reduce=WHOLE, times=3), Cause.REDUCED_REPEATEDLY),
+    ],
+    ids=[
+        "whole",
+        "whole, declared",
+        "whole twice, declared",
+        "twice",
+        "never",
+        "frozen too",
+        "half",
+        "too wide",
+        "wide, declared",
+        "replicas: whole",
+        "replicas: part",
+        "replicas: twice",
+        "every micro-batch",
+        "more than every micro-batch",
+    ],
+)
+def test_gradients_travel_once_to_where_they_are_needed(story, found) -> None:
+    assert cause("collectives.bytes", story) is found
+
+
+@pytest.mark.parametrize(
+    ("story", "found"),
+    [
+        (step_of(), None),
+        (step_of(passes=1), None),
+        (step_of(passes=1, kept=True), Cause.NOT_FREED),
+        (step_of(kept=True), None),  # as many as two passes that free: no more is in the record
+        (replace(step_of(passes=1, kept=True), replicas=2), None),
+    ],
+    ids=["both passes", "one pass", "kept", "kept, both passes", "not cut"],
+)
+def test_what_is_freed_is_gathered_again(story: Story, found: Cause | None) -> None:
+    assert cause("collectives.regathered", story) is found
+
+
+STEPPED = REPLICATED | {"shard.optimizer"}
+
+
+def later(*sends: tuple[str, str, int]) -> Callable[[frozenset[str]], Story]:
+    def told(claims: frozenset[str]) -> Story:
+        story = step_of(claims)
+        for op, part, numel in sends:
+            send(story, op, f"step 0/{part}", numel)
+        return story
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("claims", "story", "found"),
+    [
+        (REPLICATED, later(), None),
+        (REPLICATED, later(("all_reduce", "clip", 4)), None),
+        (REPLICATED, later(("all_reduce", "optimizer", TRAINED)), Cause.REDUCED_REPEATEDLY),
+        (SHARDED, later(("reduce_scatter", "clip", TRAINED)), Cause.REDUCED_REPEATEDLY),
+        (REPLICATED, later(("broadcast", "optimizer", ALL)), Cause.GATHERED_REPEATEDLY),
+        (SHARDED, later(("all_gather", "after", ALL)), Cause.GATHERED_REPEATEDLY),
+        (STEPPED, later(("broadcast", "optimizer", ALL)), None),
+        (STEPPED, later(*[("broadcast", "optimizer", ALL)] * 2), Cause.GATHERED_REPEATEDLY),
+    ],
+)
+def test_after_backward_only_stepped_parameters_travel(claims, story, found) -> None:
+    assert cause("collectives.after_backward", story(claims)) is found
+
+
+@pytest.mark.parametrize("check", ["bytes", "regathered", "after_backward"])
+def test_a_step_that_did_not_end_is_not_judged(check: str) -> None:
+    story = step_of()
+    whole = evidence(story)
+    ranks = tuple(
+        replace(rank, observations=rank.observations[:-1]) for rank in whole.history.ranks
+    )
+    judge = CHECKS[f"collectives.{check}"].judge
+    assert judge is not None
+    with pytest.raises(NotObserved, match="parameters"):
+        judge(replace(whole, history=replace(whole.history, ranks=ranks)), Ledger())
+
+
+@pytest.mark.parametrize("check", ["bytes", "regathered", "after_backward"])
+def test_side_doors_and_integers_are_not_counted(check: str) -> None:
+    story = step_of()
+    for part in ("micro 0", "optimizer"):
+        story.collective(
+            "all_gather", f"step 0/{part}", numel=9 * ALL, bytes=36 * ALL, judged=False
+        )
+        story.collective(
+            "all_gather", f"step 0/{part}", numel=9 * ALL, bytes=72 * ALL, dtype="int64"
+        )
+    assert cause(f"collectives.{check}", story) is None
+
+
+def test_a_unit_that_runs_twice_says_nothing_of_bytes() -> None:
+    reused = replace(MODEL, traits=frozenset({"reused"}))
+    plain = replace(MODEL, traits=frozenset())
+    for check in ("bytes", "regathered", "after_backward"):
+        applies = CHECKS[f"collectives.{check}"].applies
+        assert applies(Case.of("m", "train"), plain)
+        assert not applies(Case.of("m", "train"), reused)

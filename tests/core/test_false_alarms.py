@@ -1,0 +1,124 @@
+"""The loop over wrappers that are right: what it runs, remembers and says. No ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conformance import false_alarms
+from conformance.adapters.covering import ROWS
+from conformance.adapters.odd import ODD
+from conformance.false_alarms import Planned, blocks, main, planned_runs
+from conformance.report.repeated import Done, page, recorded
+
+RIGHT = 3 + len(ODD)
+
+
+def done_of(run: Planned, **more: object) -> Done:
+    done = Done(
+        key=run.key,
+        block=run.block.name,
+        adapter=run.subject.adapter,
+        world=run.block.world,
+        seed=run.seed,
+        cases=2,
+        verdicts={"PASS": 5, "UNSUPPORTED": 1},
+    )
+    return replace(done, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Judges without ranks; the keys of what was asked for."""
+    asked: list[str] = []
+
+    def judged(runs: Sequence[Planned], *, jobs: int, until: float) -> Iterator[Done]:
+        for run in runs:
+            asked.append(run.key)
+            yield done_of(run)
+
+    monkeypatch.setattr(false_alarms, "judged", judged)
+    return asked
+
+
+def test_there_are_odd_wrappers_enough() -> None:
+    assert len(ODD) >= 8
+
+
+def test_every_seed_meets_every_wrapper_that_is_right() -> None:
+    runs = planned_runs(blocks(20, 3), ())
+    assert len(runs) == len({run.key for run in runs})
+    core = [run for run in runs if run.block.name == "core"]
+    assert len(core) == 20 * RIGHT
+    assert {run.seed for run in core} == set(range(20))
+    assert len([r for r in runs if r.block.name == "everything"]) == 3 * RIGHT
+
+
+def test_all_rows_of_options_run_at_two_ranks_and_a_third_of_them_at_four() -> None:
+    runs = [run for run in planned_runs(blocks(1, 1), ()) if run.block.name == "options"]
+    two, four = ([r.subject.variant for r in runs if r.block.world == w] for w in (2, 4))
+    assert len(two) >= len(ROWS)
+    assert set(four) < set(two)
+    assert len(two) <= 3 * len(four) + 3
+
+
+def test_what_shares_a_seed_and_a_world_comes_together() -> None:
+    runs = planned_runs(blocks(3, 2), ())
+    places = [(run.block.world, run.seed) for run in runs]
+    assert places == sorted(places)
+
+
+def test_what_is_recorded_is_not_done_again(told: list[str], tmp_path: Path) -> None:
+    arguments = ["--out", str(tmp_path), "--seeds", "2", "--block", "core", "--adapter", "fsdp.*"]
+    assert main(arguments) == 0
+    assert len(told) == 4
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])
+    assert main(arguments) == 0
+    assert len(told) == 5
+    assert set(recorded(tmp_path / "runs.jsonl")) == set(told)
+
+
+def test_an_alarm_is_printed_with_its_repeating_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alarm = {"id": "losses.value@x/mlp/train#1", "sentence": "too high", "repro": "repeat it"}
+
+    def judged(runs: Sequence[Planned], *, jobs: int, until: float) -> Iterator[Done]:
+        yield done_of(runs[0], alarms=[alarm], verdicts={"FAIL": 1})
+
+    monkeypatch.setattr(false_alarms, "judged", judged)
+    assert main(["--out", str(tmp_path), "--seeds", "1", "--block", "core"]) == 1
+    assert "too high\n  repeat it" in capsys.readouterr().out
+    text = (tmp_path / "false-alarms.md").read_text()
+    assert f"1 runs, 2 cases, 1 checks judged, 1 alarms; {RIGHT - 1} runs not done." in text
+    assert "repeat it" in text
+
+
+def test_what_time_did_not_allow_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(false_alarms, "judged", lambda runs, *, jobs, until: iter(()))
+    assert main(["--out", str(tmp_path), "--seeds", "1"]) == 2
+    assert "runs not done" in (tmp_path / "false-alarms.md").read_text()
+
+
+def test_a_pattern_that_matches_nothing_is_wrong_usage(tmp_path: Path) -> None:
+    assert main(["--out", str(tmp_path), "--adapter", "nobody"]) == 64
+
+
+def test_the_page_adds_up_what_several_seeds_gave() -> None:
+    runs = planned_runs([blocks(2, 1)[0]], ["fsdp.fully_shard"])
+    text = page([done_of(run) for run in runs], 0)
+    assert "2 runs, 4 cases, 12 checks judged, 0 alarms; 0 runs not done." in text
+    assert "| core | `fsdp.fully_shard` | 2 | 2 | 4 | 10 | 2 | 0 | 0 |" in text
+
+
+def test_a_record_is_lines_of_plain_json(told: list[str], tmp_path: Path) -> None:
+    main(["--out", str(tmp_path), "--seeds", "1", "--block", "core", "--adapter", "fsdp.*"])
+    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [line["key"] for line in lines] == told

@@ -1,0 +1,40 @@
+"""Every seed draws data of its own; the same data reach the wrapper and what it is judged by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conformance.adapter import Conventions
+from conformance.execute import STEPS_OF_A_SEED, OracleRequest, drawn_step, own_batches
+from conformance.models import case
+
+
+def batches_of(seed: int, model: str = "mlp") -> list[torch.Tensor]:
+    request = OracleRequest(
+        world=2,
+        conventions=Conventions(),
+        capabilities=(),
+        case=f"{model}/train",
+        seed=seed,
+        directory="",
+    )
+    draw = own_batches(request, 1, torch.device("cpu"), torch.float32)
+    return [draw(step, micro)[0] for step in range(2) for micro in range(2)]
+
+
+def test_seed_0_draws_what_the_model_case_draws() -> None:
+    own = [case("mlp").batch(1, step, micro)[0] for step in range(2) for micro in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(batches_of(0), own, strict=True))
+
+
+def test_no_two_seeds_draw_the_same() -> None:
+    drawn = [batch for seed in range(4) for batch in batches_of(seed)]
+    assert len({batch.numpy().tobytes() for batch in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("seed", [1, 7])
+def test_whose_turn_it_is_does_not_depend_on_the_seed(seed: int) -> None:
+    turns = [case("varying").batch(0, drawn_step(s, 3), 1)[2] % 2 for s in (0, seed)]
+    assert torch.equal(*turns)
+    assert STEPS_OF_A_SEED % 2 == 0
