@@ -97,7 +97,8 @@ def _hold_reductions(evidence: Evidence, ledger: Ledger, step: Traffic, shards: 
     allowed = _reduced(evidence, most.allowed(times, count), shards) * size
     elements = elements_sent(step.reductions)
     told = sum(sent(row) for row in step.reductions)
-    least = _reduced(evidence, times * used.elements, shards, least=True)
+    # who does not claim no_sync may wait for the last micro-batch all the same
+    least = _reduced(evidence, used.elements, shards, least=True)
     expected = _reduced(evidence, times * used.elements, shards) * size
     if elements < least:
         cause = Cause.NOT_REDUCED
@@ -219,7 +220,9 @@ def collectives_after_backward(evidence: Evidence, ledger: Ledger) -> None:
             (REDUCTIONS, 0, Cause.REDUCED_REPEATEDLY),
             (GATHERS, 1 if alone else 0, Cause.GATHERED_REPEATEDLY),
         ):
-            rows = [r for r in step.later if r["op"] in kinds and len(r["group_ranks"]) > 1]
+            # a single element may be a norm, also where the model is no larger than that
+            rows = [r for r in step.later if r["op"] in kinds and r["numel"] > 1]
+            rows = [row for row in rows if len(row["group_ranks"]) > 1]
             got = sum(int(row["numel"]) for row in rows)
             # norms and the like travel, too: less than all parameters
             allowed = need(evidence, with_gradients(evidence, step.step), 1).elements - 1

@@ -167,6 +167,7 @@ WHOLE = ("all_reduce", TRAINED, "float32")
         (step_of(REPLICATED), None),
         (step_of(REPLICATED, reduce=WHOLE, times=2), Cause.REDUCED_REPEATEDLY),
         (step_of(frozenset({"gradients"}), reduce=WHOLE, times=2), None),
+        (step_of(frozenset({"gradients"}), reduce=WHOLE), None),
         (step_of(frozenset({"gradients"}), reduce=WHOLE, times=3), Cause.REDUCED_REPEATEDLY),
     ],
     ids=[
@@ -183,6 +184,7 @@ WHOLE = ("all_reduce", TRAINED, "float32")
         "replicas: part",
         "replicas: twice",
         "every micro-batch",
+        "only the last micro-batch",
         "more than every micro-batch",
     ],
 )
@@ -223,6 +225,7 @@ def later(*sends: tuple[str, str, int]) -> Callable[[frozenset[str]], Story]:
     [
         (REPLICATED, later(), None),
         (REPLICATED, later(("all_reduce", "clip", 4)), None),
+        (REPLICATED, later(*[("all_reduce", "clip", 1)] * TRAINED), None),
         (REPLICATED, later(("all_reduce", "optimizer", TRAINED)), Cause.REDUCED_REPEATEDLY),
         (SHARDED, later(("reduce_scatter", "clip", TRAINED)), Cause.REDUCED_REPEATEDLY),
         (REPLICATED, later(("broadcast", "optimizer", ALL)), Cause.GATHERED_REPEATEDLY),
