@@ -1,22 +1,28 @@
 """Run a function on several ranks and insist that all of them came through.
 
 Ranks outlive a job and end by a signal, so nothing that is written at exit survives them. With
-`RANKS_COVERAGE=DIR` each job measures the package itself and leaves a file of `coverage` in DIR;
-`.ci/coverage` does so and puts the files together.
+`RANKS_COVERAGE=DIR` the jobs of the tests that are about the engine measure the package and leave
+files of `coverage` in DIR, each rank one; `.ci/coverage` puts the files together.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import time
 import uuid
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
 
 COVERAGE = "RANKS_COVERAGE"
+COVERED = ("tests.fsdp.", "tests.interop.")
+"""Modules whose jobs are measured. Others run the same lines once more."""
+SAVED_EVERY = 0.5
+"""Seconds: writing costs more than a job. What a rank runs after the last time is lost with it."""
 
 
 def on_ranks(
@@ -34,7 +40,7 @@ def on_ranks(
     """
     pool = shared_pool(world, device, preload=("tests.fsdp.preload",))
     job = Job.of(function, **kwargs)
-    if COVERAGE in os.environ:
+    if COVERAGE in os.environ and function.__module__.startswith(COVERED):
         where = os.environ[COVERAGE]
         names = {"module": function.__module__, "name": function.__qualname__}
         job = Job.of(_measured, where=where, arguments=kwargs, **names)
@@ -47,16 +53,25 @@ def on_ranks(
 def _measured(
     context: RankContext, *, where: str, module: str, name: str, arguments: dict[str, Any]
 ) -> Any:
-    coverage = importlib.import_module("coverage")
-    file = Path(where) / f".coverage.{uuid.uuid4().hex}"
-    # Not ``source``: looking for files that never ran costs more than most jobs.
-    run = coverage.Coverage(file, config_file=False, branch=True, include=["*/fsdp/*"])
+    run, saved = _measure(where)
     run.start()
     try:
         return getattr(importlib.import_module(module), name)(context, **arguments)
     finally:
         run.stop()
-        run.save()
+        if time.monotonic() - saved[-1] > SAVED_EVERY:
+            run.save()
+            saved.append(time.monotonic())
+
+
+@cache
+def _measure(where: str) -> tuple[Any, list[float]]:
+    """This rank's measurement, and when it was written."""
+    coverage = importlib.import_module("coverage")
+    file = Path(where) / f".coverage.{uuid.uuid4().hex}"
+    # Not ``source``: looking for files that never ran costs more than most jobs.
+    run = coverage.Coverage(file, config_file=False, branch=True, include=["*/fsdp/*"])
+    return run, [0.0]
 
 
 def agreed(function: Callable[..., Any], world: int, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ class Waits:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._streams, name)
 
-    def record(self, stream: Any = None) -> Any:
+    def record(self, stream: Any = None, event: Any = None) -> Any:
         return "everything so far"
 
     def wait(self, stream: Any, event: Any) -> None:
