@@ -10,8 +10,8 @@ Knows layouts and memory, not names of optimizers nor the form in which users ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -28,21 +28,7 @@ from fsdp.optim_state.vocabulary import (
     _OptimStateKey,
 )
 
-
-class Finish(Protocol):
-    """Makes what users get of one value of one parameter."""
-
-    def __call__(
-        self, value: torch.Tensor, info: FSDPParamInfo, index: int, /, *, shared: bool
-    ) -> Any:
-        """Return it. Unless ``value`` is ``shared`` with the optimizer, it may be kept as it is.
-
-        Args:
-            value: whole but for what tensor parallelism has cut.
-            info: the unit.
-            index: the parameter's, in the unit.
-            shared: whether the memory is the optimizer's too.
-        """
+Finish = Callable[[torch.Tensor, FSDPParamInfo, int], Any]
 
 
 def gather_unit(
@@ -57,11 +43,12 @@ def gather_unit(
         info: the unit.
         plan: what its members have; the same on all ranks.
         entries: what this rank's optimizer has.
-        finish: makes what users get of a value; None on a rank that only takes part.
+        finish: makes what users get of a value of a parameter, a view that does not outlive the
+            call, whole but for what tensor parallelism has cut; None on a rank that only takes
+            part.
 
-    *Collective*: one all-gather per state name over the shard group. *Memory*: ``everyone``, of
-    which a result that stays where it was gathered consists; beside any other, for one state at a
-    time.
+    *Collective*: one all-gather per state name over the shard group. *Memory*: ``everyone``, for
+    one state at a time, beside the result.
     """
     found = {
         index: _others(whole, entries.get(member.key, {}))
@@ -79,7 +66,7 @@ def gather_unit(
             for member in holders:
                 value = entries[member.key][state].detach()
                 index = member.indices[0]
-                found[index].tensor_state[state] = finish(value, info, index, shared=True)
+                found[index].tensor_state[state] = finish(value, info, index)
     if finish is None:
         return {}
     return {info.names[index]: state.entry() for index, state in found.items()}
@@ -94,7 +81,7 @@ def _gathered(
     if finish is None:
         return {}
     return {
-        index: finish(_cut(info, index, everyone), info, index, shared=everyone is own)
+        index: finish(_cut(info, index, everyone), info, index)
         for member in holders
         for index in member.indices
     }

@@ -135,24 +135,20 @@ def _check(names: Names, entries: Mapping[_OptimStateKey, Entry]) -> None:
 
 
 def _finish(how: Request) -> Finish:
-    def chunk(
-        value: torch.Tensor, info: FSDPParamInfo, index: int, *, shared: bool
-    ) -> torch.Tensor:
+    def chunk(value: torch.Tensor, info: FSDPParamInfo, index: int) -> torch.Tensor:
         if not info.is_sharded:
-            return whole(value, info, index, shared=shared)
+            return whole(value, info, index)
         dtensor, offload = info.use_dtensor, how.offload
         param = info.params[index]
         return cut(param, value, info.mesh, use_dtensor=dtensor, offload_to_cpu=offload)
 
-    def whole(
-        value: torch.Tensor, info: FSDPParamInfo, index: int, *, shared: bool
-    ) -> torch.Tensor:
+    def whole(value: torch.Tensor, info: FSDPParamInfo, index: int) -> torch.Tensor:
         # A state without dims, or of another shape, is the same for all parts.
         part = value
         if value.shape == info.params[index].shape:
             value = whole_of(info.params[index], part)
         if not how.offload:
-            return value.clone() if shared and value is part else value
+            return value.clone() if value is part else value
         with SimpleProfiler.profile(SimpleProfiler.Type.D2H):
             return torch.empty_like(value, device="cpu").copy_(value)
 
