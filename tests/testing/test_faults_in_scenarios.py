@@ -60,9 +60,10 @@ def test_a_fault_has_its_verdict_and_the_next_job_runs(
     if completed.verdict is not Verdict.PASS:
         assert found["losses.value"].verdict in (Verdict.BLOCKED, Verdict.FAIL)
         assert found["parameters.end"].verdict in (Verdict.BLOCKED, Verdict.FAIL)
-    after = session._pool().run(Job.of(look))
+    pool = session._pool(session.setting.world)
+    after = pool.run(Job.of(look))
     assert after.verdict is RankVerdict.OK, after
-    assert marked_processes(mark) - others == expected_processes(session._pool())
+    assert marked_processes(mark) - others == expected_processes(pool)
 
 
 def test_a_case_without_a_fault_passes_after_all_that(session: Session) -> None:
