@@ -51,6 +51,12 @@ CAPABILITIES: Mapping[str, str] = {
     "save": "save to and load from a directory",
 }
 
+
+def state_claims(kind: str) -> tuple[str, ...]:
+    """The capabilities that a case with ``kind=`` so is about: a directory, or a kind of states."""
+    return ("save",) if kind == "save" else (f"model_state.{kind}", f"optim_state.{kind}")
+
+
 WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 

@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import product
 
 from conformance import models
-from conformance.adapter import CAPABILITIES
+from conformance.adapter import CAPABILITIES, state_claims
 from conformance.case import Case
 from conformance.checks import CHECKS, Check
 from conformance.checks.registry import TRAINING
@@ -22,7 +22,7 @@ from conformance.globs import matches
 from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from conformance.releases import ids_of
 from conformance.scenarios import SCENARIOS
-from conformance.scenarios.resume import RANKS, RESUME
+from conformance.scenarios.resume import KINDS, RANKS, RESUME
 from conformance.scenarios.sequence import SEQUENCE
 
 PLAIN_MODEL = "mlp"
@@ -252,7 +252,7 @@ def _checkpoints(
     if SCENARIOS[training_of(model)].needs - capabilities:
         return
     for kind, options in CHECKPOINTS[depth]:
-        if {f"model_state.{kind}", f"optim_state.{kind}"} <= capabilities:
+        if capabilities.issuperset(state_claims(kind)):
             yield Case.of(model.name, "checkpoint", kind=kind, options=options)
     if "save" in capabilities and depth is not Depth.NARROW:
         yield Case.of(model.name, "checkpoint", kind="save")
@@ -264,8 +264,7 @@ def _resumptions(
     """Each number of ranks once, and each way of saving, on models that differ in what is cut."""
     if depth is Depth.NARROW or SCENARIOS[training_of(model)].needs - capabilities:
         return
-    full = {"model_state.full", "optim_state.full"} <= capabilities
-    kinds = [*(["full"] if full else []), *(["save"] if "save" in capabilities else [])]
+    kinds = [kind for kind in KINDS if capabilities.issuperset(state_claims(kind))]
     chosen = list(product(kinds, RANKS))
     if depth is Depth.WIDE:
         plain = model.name == PLAIN_MODEL
@@ -278,7 +277,7 @@ def _resumptions(
 def unclaimed(capabilities: frozenset[str]) -> list[tuple[str, ...]]:
     """Capabilities that are not claimed, those that only make sense together as one."""
     missing = [name for name in CAPABILITIES if name not in capabilities]
-    pairs = [(f"model_state.{kind}", f"optim_state.{kind}") for kind in STATE_KINDS]
+    pairs = [state_claims(kind) for kind in STATE_KINDS]
     together = [pair for pair in pairs if set(pair) <= set(missing)]
     paired = {name for pair in together for name in pair}
     return [*((name,) for name in missing if name not in paired), *together]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from conformance.adapter import state_claims
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.scenarios import SCENARIOS
@@ -60,14 +61,8 @@ def bears_on(finding: Finding) -> frozenset[str]:
     about = known.needs | known.any_of if known else frozenset[str]()
     scenario = SCENARIOS.get(case.scenario)
     wants = scenario.needs - SEEING if scenario else frozenset[str]()
-    return about | wants | _kind(dict(case.options))
-
-
-def _kind(options: dict[str, str]) -> frozenset[str]:
-    kind = options.get("kind")
-    if kind is None:
-        return frozenset()
-    return frozenset({"save"} if kind == "save" else {f"model_state.{kind}", f"optim_state.{kind}"})
+    kind = dict(case.options).get("kind")
+    return about | wants | frozenset(state_claims(kind) if kind else ())
 
 
 def claims_line(claims: Sequence[Claim], *, whole: bool) -> str:

@@ -144,3 +144,11 @@ def compare(model: nn.Module, plain: nn.Module, tolerance: float = 2e-6) -> None
             atol=tolerance,
             msg=lambda m, n=name: f"{n}: {m}",
         )
+
+
+def busy(device: torch.device) -> torch.Tensor:
+    """Give the device enough work that nothing which is asked of it now is done soon; zeros."""
+    much = torch.zeros(4096, 4096, device=device)
+    for _ in range(20):
+        much = much @ much
+    return much

@@ -11,7 +11,7 @@ from torch import nn
 from conformance.ranks import RankContext
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp.engine.streams import make_streams
-from tests.fsdp.plain import batch, build, train_plain, train_sharded
+from tests.fsdp.plain import batch, build, busy, train_plain, train_sharded
 from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_training import shard_blocks
 
@@ -120,9 +120,7 @@ class _Late(nn.Module):
         self.numel = numel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        much = torch.zeros(4096, 4096, device=x.device)
-        for _ in range(20):
-            much = much @ much
+        much = busy(x.device)
         torch.full((self.numel,), 7.0, device=x.device).add_(much[0, 0])
         return x
 

@@ -14,7 +14,7 @@ from fsdp import CPUOffload, MixedPrecision, ShardedGradScaler, ShardingStrategy
 from fsdp.engine.mesh import default_device
 from fsdp.wrap import CustomPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
-from tests.fsdp.plain import Residual, batch, build, loss_of, train_plain
+from tests.fsdp.plain import Residual, batch, build, busy, loss_of, train_plain
 from tests.fsdp.ranks import agreed, on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL, POLICY, train, wrapped
 
@@ -71,13 +71,6 @@ def _hook(context: RankContext, name: str, strategy: str, *, original: bool) -> 
 @pytest.mark.parametrize("name", ["default", "fp16_compress_hook", "bf16_compress_hook"])
 def test_a_hook_reduces_like_none(name: str, strategy: str, *, original: bool) -> None:
     on_ranks(_hook, 2, device=kind(), name=name, strategy=strategy, original=original)
-
-
-def busy(device: torch.device) -> None:
-    """Give the device enough work that nothing which is asked of it now is done soon."""
-    much = torch.zeros(4096, 4096, device=device)
-    for _ in range(20):
-        much = much @ much
 
 
 def _scaled(context: RankContext, strategy: str, *, original: bool, offload: bool) -> list[Any]:
