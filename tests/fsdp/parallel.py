@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.engine.mesh import default_device
 from fsdp.wrap import ModuleWrapPolicy
 from tests.fsdp.plain import DIM, batch, build, loss_of, optimizer_of
 
@@ -67,14 +68,20 @@ PLAN = {
 
 def parallel(mesh: DeviceMesh) -> nn.Module:
     """The model, with its blocks cut over ``mesh``; what they begin with is that of ``build``."""
-    model = build(Net)
+    model = build(Net).to(mesh.device_type)
     for block in model.blocks:
         parallelize_module(block, mesh, PLAN)
     return model
 
 
-def square(sizes: Sequence[int] = (2, 2), names: Sequence[str] = ("dp", "tp")) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names))
+def square(
+    sizes: Sequence[int] = (2, 2), names: Sequence[str] = ("dp", "tp"), device: str = "cpu"
+) -> DeviceMesh:
+    return init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cpu") if mesh.device_type == "cpu" else default_device()
 
 
 def wrapped(mesh: DeviceMesh, module: nn.Module | None = None, **options: Any) -> FSDP:
@@ -85,7 +92,7 @@ def wrapped(mesh: DeviceMesh, module: nn.Module | None = None, **options: Any) -
         return FSDP(
             parallel(mesh[model]) if module is None else module,
             device_mesh=mesh[tuple(data)] if len(data) > 1 else mesh[data[0]],
-            device_id=torch.device("cpu"),
+            device_id=device_of(mesh),
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             **options,
         )
@@ -161,5 +168,9 @@ def assert_equal(got: Any, want: nn.Module, tolerance: float = 2e-6) -> None:
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            found[name].cpu(),
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
