@@ -9,8 +9,8 @@ fresh process, whose peak memory is that of the whole process, torch included.
 
 `--live` moves a model and its optimizer between all forms and worlds, on CPU ranks, in a job and
 through directories, and compares every bit with a model that was made in the target form. `--out`
-writes both tables to a file. `--table` prints the first of them alone, for the given worlds, on any
-device.
+writes the tables to a file. `--table` prints the first of them alone, for the given worlds, on any
+device, and `--parallel` that beside tensor parallelism: each row as soon as it is known.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def plans() -> str:
 FORMS = ("flat", "original", "fully", "plain")
 WAYS = ("live", "sharded", "safetensors")
 WORLDS = (1, 2, 3, 4, 8)
+JOB_SECONDS = 300.0  # a job makes two communicators, 17 models and 14 directories or transfers
 
 
 def all_cells(context: Any, *, source: str, one: int, other: int, path: str) -> dict[str, bool]:
@@ -127,37 +128,87 @@ def all_cells(context: Any, *, source: str, one: int, other: int, path: str) -> 
 
     from fsdp import checkpoint
     from fsdp.reshard import reshard
-    from tests.reshard.faces import everything, fresh, made, marked, same
+    from tests.reshard.faces import fresh, made, marked
 
     sources, targets = list(range(one)), list(range(other))
+    # One group for each side: a fresh one for each model costs a communicator each.
     groups = [dist.new_group(sources), dist.new_group(targets)]
-    found = {}
-    here = made(source, sources)
+    here = made(source, sources, group=groups[0])
     before = marked(here)
     for way in WAYS[1:]:
         if here is not None:
-            checkpoint.save(
-                f"{path}/{source}.{way}", here, before, process_group=groups[0], format=way
-            )
+            checkpoint.save(f"{path}/{way}", here, before, process_group=groups[0], format=way)
     dist.barrier()
+    found = {}
     for target in FORMS:
-        wanted = made(target, targets)
-        expected = marked(wanted)
+        wanted = made(target, targets, group=groups[1])
         for way in WAYS:
-            there = made(target, targets, seed=8)
+            there = made(target, targets, seed=8, group=groups[1])
             after = fresh(there, lr=0.5)
             if way == "live":
                 reshard(here, there, before, after)
             elif there is not None:
-                checkpoint.load(f"{path}/{source}.{way}", there, after, process_group=groups[1])
-            equal = True
-            if there is not None:
-                try:
-                    same(everything(there, after), everything(wanted, expected))
-                except AssertionError:
-                    equal = False
-            found[f"{source} {target} {way}"] = equal
+                checkpoint.load(f"{path}/{way}", there, after, process_group=groups[1])
+            found[f"{target} {way}"] = there is None or _alike(there, after, wanted)
     return found
+
+
+def _alike(got: Any, optimizer: Any, wanted: Any) -> bool:
+    """Whether a model and its optimizer have the bits of one that was made so."""
+    from tests.reshard.faces import everything, marked, same
+
+    try:
+        same(everything(got, optimizer), everything(wanted, marked(wanted)))
+    except AssertionError:
+        return False
+    return True
+
+
+PARALLEL = ("flat", "original", "fully")
+MESHES = ((2, 2), (1, 4), (4, 1))
+
+
+def parallel_cells(context: Any, *, source: str, path: str) -> dict[str, bool]:
+    """The same beside tensor parallelism: from two by two ranks to every form on every mesh."""
+    from fsdp import checkpoint
+    from fsdp.reshard import reshard
+    from tests.reshard.faces import fresh, marked
+    from tests.reshard.parallel import shaped
+
+    here = shaped(source, MESHES[0])
+    before = marked(here)
+    for way in WAYS[1:]:
+        checkpoint.save(f"{path}/{way}", here, before, format=way)
+    found = {}
+    for target, mesh, way in itertools.product(PARALLEL, MESHES, WAYS):
+        wanted, there = shaped(target, mesh), shaped(target, mesh, seed=8)
+        after = fresh(there, lr=0.5)
+        if way == "live":
+            reshard(here, there, before, after)
+        else:
+            checkpoint.load(f"{path}/{way}", there, after)
+        found[f"{target} {mesh[0]}x{mesh[1]} {way}"] = _alike(there, after, wanted)
+    return found
+
+
+def _row(world: int, device: str, cells: Any, *, fresh: bool = False, **given: Any) -> list[str]:
+    """Return whether each cell of one job holds on all ranks."""
+    from conformance.ranks import Job, RankVerdict, shared_pool
+
+    pool = shared_pool(world, device, preload=("tests.fsdp.preload",))
+    with tempfile.TemporaryDirectory() as path:
+        job = Job.of(cells, path=path, **given)
+        outcome = pool.run(job, fresh=fresh, timeout=JOB_SECONDS)
+    if outcome.verdict is not RankVerdict.OK:
+        raise SystemExit(outcome.sentence)
+    values = outcome.values
+    return ["same" if all(each[key] for each in values) else "**differs**" for key in values[0]]
+
+
+def _tell(lines: list[str], line: str) -> None:
+    """Add a line of a table, and show it: what is known stays if the rest is never reached."""
+    lines.append(line)
+    print(line, flush=True)
 
 
 def live(worlds: Sequence[int] = WORLDS, device: str = "cpu") -> str:
@@ -165,31 +216,33 @@ def live(worlds: Sequence[int] = WORLDS, device: str = "cpu") -> str:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from reshard import all_cells as cells  # the ranks import this file by its name
 
-    from tests.fsdp.ranks import on_ranks
-
-    results: dict[tuple[int, int], dict[str, bool]] = {}
-    for one, other in itertools.product(worlds, repeat=2):
+    ways = [f"{target} {way}" for target in FORMS for way in WAYS]
+    lines: list[str] = []
+    _tell(lines, "| ranks | from | seconds | to " + " | to ".join(ways) + " |")
+    _tell(lines, "|---|---|---:|" + "---|" * len(ways))
+    for one, other, source in itertools.product(worlds, worlds, FORMS):
         begin = time.perf_counter()
-        merged: dict[str, bool] = {}
-        for source in FORMS:
-            given = {"source": source, "one": one, "other": other}
-            with tempfile.TemporaryDirectory() as path:
-                values = on_ranks(cells, max(one, other), device=device, path=path, **given)
-            merged |= {key: all(value[key] for value in values) for key in values[0]}
-        results[one, other] = merged
+        given = {"source": source, "one": one, "other": other}
+        marks = _row(max(one, other), device, cells, **given)
         seconds = time.perf_counter() - begin
-        print(
-            f"{one} -> {other}: {sum(merged.values())} of {len(merged)} in {seconds:.1f} s",
-            flush=True,
-        )
-    lines = ["| from | to | way | " + " | ".join(f"{a} -> {b}" for a, b in results) + " |"]
-    lines.append("|---|---|---|" + "---|" * len(results))
-    for source, target, way in itertools.product(FORMS, FORMS, WAYS):
-        marks = [
-            "same" if cells_of[f"{source} {target} {way}"] else "**differs**"
-            for cells_of in results.values()
-        ]
-        lines.append(f"| {source} | {target} | {way} | " + " | ".join(marks) + " |")
+        _tell(lines, f"| {one} -> {other} | {source} | {seconds:.1f} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+def parallel(device: str = "cpu") -> str:
+    """Return the table of forms beside tensor parallelism, on four ranks."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from reshard import parallel_cells as cells
+
+    targets = [f"{target} {a}x{b}" for target in PARALLEL for a, b in MESHES]
+    lines: list[str] = []
+    _tell(lines, "| from 2x2 | way | to " + " | to ".join(targets) + " |")
+    _tell(lines, "|---|---|" + "---|" * len(targets))
+    for source in PARALLEL:
+        marks = _row(4, device, cells, fresh=True, source=source)
+        for number, way in enumerate(WAYS):
+            own = marks[number :: len(WAYS)]
+            _tell(lines, f"| {source} | {way} | " + " | ".join(own) + " |")
     return "\n".join(lines)
 
 
@@ -234,9 +287,16 @@ state, and an optimizer with two entries per element, a step count and a word. `
 `original` are `FullyShardedDataParallel` without and with `use_orig_params`, `fully` is \
 `fully_shard`, `plain` is no wrapper. Ways: `live` inside a job, and `fsdp.checkpoint` in its two \
 formats. A cell says `same` if every parameter, buffer, optimizer entry and option on every rank \
-has the bits of a model that was made in the target form. {cells} cells.
+has the bits of a model that was made in the target form. {cells} cells; a row is one job.
 
 {live()}
+
+## Beside tensor parallelism
+
+Four ranks, a model whose layers tensor parallelism cuts on dim 0, on dim 1 and not at all. Meshes \
+are `data x tensor parallel`; what is saved or moved lies on 2x2.
+
+{parallel()}
 
 ## Integers only
 
@@ -257,9 +317,10 @@ def main() -> None:
     what.add_argument("--plan", action="store_true", help="plans at scale, without ranks")
     what.add_argument("--live", action="store_true", help="both, and all forms on CPU ranks")
     what.add_argument("--table", action="store_true", help="all forms between --world ranks")
+    what.add_argument("--parallel", action="store_true", help="beside tensor parallelism, 4 ranks")
     what.add_argument("--one-plan", choices=CASES, help="one of them, in this process, as JSON")
     parser.add_argument("--world", type=int, action="append", help="of --table; repeatable")
-    parser.add_argument("--device", default="cpu", help="of --table")
+    parser.add_argument("--device", default="cpu", help="of --table and --parallel")
     parser.add_argument("--out", type=Path, help="where the page of --live is written")
     given = parser.parse_args()
     if given.one_plan:
@@ -267,10 +328,11 @@ def main() -> None:
     elif given.plan:
         print(plans())
     elif given.table:
-        print(live(given.world or WORLDS, given.device))
+        live(given.world or WORLDS, given.device)
+    elif given.parallel:
+        parallel(given.device)
     else:
         page = report()
-        print(page)
         if given.out is not None:
             given.out.write_text(page)
 

@@ -10,7 +10,9 @@ rounds, the spread (half the distance between quartiles), peak device memory whe
 and the ratios of the medians of a step and of the peaks, ours over torch's. "bare" trains without
 any wrapper, "ddp" with `DistributedDataParallel` around the same. For `FullyShardedDataParallel`
 also the milliseconds of a clip and of a summon of all parameters. One model is there at a time: a
-round builds it anew, so that a peak is its own.
+round builds it anew. What is allocated before it is built is not of its peak: PyTorch's
+`FullyShardedDataParallel` keeps the flat parameters of a module that is gone alive, and whatever
+was built after it would seem to need their memory too.
 
 `--out` writes every step's seconds and the machine as JSON, the printed table beside it, and with
 `--profile` where the host spends one step of each (own time by operation and by phase).
@@ -220,16 +222,18 @@ class Trainee:
         return f"{self.name}\n{table}"
 
     def round(self, warmup: int, steps: int) -> None:
+        on_device = self.device.type != "cpu"
+        before = torch.accelerator.memory_allocated() if on_device else 0
         self.build()
         self.losses = [self.step(record=False) for _ in range(warmup)]
         dist.barrier()
-        on_device = self.device.type != "cpu"
         if on_device:
             torch.accelerator.reset_peak_memory_stats()
         for _ in range(steps):
             self.step(record=True)
         if on_device:
-            self.times.peak = max(self.times.peak, torch.accelerator.max_memory_allocated())
+            peak = torch.accelerator.max_memory_allocated() - before
+            self.times.peak = max(self.times.peak, peak)
         if self.args.face != "composable" and self.name in PACKAGES:
             self.call_methods()
         self.release()

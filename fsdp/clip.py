@@ -100,6 +100,6 @@ def _as_promoted(total: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torc
         )
         return total
     dtype = gradients[0].dtype
-    for gradient in gradients:
-        dtype = torch.promote_types(dtype, gradient.dtype)
+    for other in dict.fromkeys(gradient.dtype for gradient in gradients):
+        dtype = torch.promote_types(dtype, other)
     return total.to(dtype)

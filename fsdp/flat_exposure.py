@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from fsdp.flat_parameter import (
     BaseExposure,
     FlatParam,
     FlatParameter,
+    is_over,
     put_on_leaf,
     set_gradient,
 )
@@ -46,6 +47,9 @@ class FlatExposure(BaseExposure):
         self._places: list[tuple[int, int]] = []  # (offset, elements) in the shard
         self._address = 0  # of the shard
         self._absent: dict[FlatParam, torch.Tensor] = {}
+        # Every place of a tensor and what it gets there, for the four changes of each step.
+        self._absent_places: list[Place] = []
+        self._whole_places: list[Place] | None = None  # None: leaves were made since
         self._holds = False  # whether the flat parameter shows a whole gradient
         self._held: torch.Tensor | None = None  # that gradient, also while the leaves have it
         self._earlier: torch.Tensor | None = None  # the reduced gradient that it hides
@@ -62,11 +66,13 @@ class FlatExposure(BaseExposure):
         """Point the flat parameter at ``shard``; optimizers keep the object."""
         self._places = [(int(p.storage_offset()), p.numel()) for p in pieces]
         self._address = shard.data_ptr()
+        self._look_at(params)
         for param, piece in zip(params, pieces, strict=True):
             param.local = piece
             # Outside of forward there is no such tensor; code that prints modules asks for it.
             absent = torch.empty(param.shape, dtype=param.dtype, device="meta")
             self._absent[param] = param.shown(absent)
+        self._absent_places = _places(params, map(self._absent.__getitem__, params))
         if self._flat is None:
             self._flat = FlatParameter(shard, self._requires_grad)
             for param in params:
@@ -107,15 +113,20 @@ class FlatExposure(BaseExposure):
         # Not a view for autograd, which speaks of views instead of parameters in its errors.
         made = param.shown(param.restored(whole.view(-1)).data)
         made = made.requires_grad_(self.flat.requires_grad)
+        self._whole_places = None
         return cast("nn.Parameter", made)
 
     def show_sharded(self, params: Sequence[FlatParam]) -> None:
         """Put tensors without memory where the whole ones were."""
-        _set_attributes(params, map(self._absent.__getitem__, params))
+        for attributes, name, absent in self._absent_places:
+            attributes[name] = absent
 
     def show_whole(self, params: Sequence[FlatParam]) -> None:
         """Put the leaves there."""
-        _set_attributes(params, map(WHOLE, params))
+        if self._whole_places is None:
+            self._whole_places = _places(params, map(WHOLE, params))
+        for attributes, name, whole in self._whole_places:
+            attributes[name] = whole
 
     def changed(self, params: Sequence[FlatParam]) -> bool:
         """Whether another flat parameter, or other memory, is there now."""
@@ -123,6 +134,11 @@ class FlatExposure(BaseExposure):
         if found is None or not self._watches:
             return False
         return found is not self._flat or found.data_ptr() != self._address
+
+    def is_bound(self, params: Sequence[FlatParam], shard: torch.Tensor) -> bool:
+        """Whether what is registered is the flat parameter, over ``shard`` as it was bound."""
+        found = self._owner._parameters.get(FLAT_PARAM)
+        return is_over(found, self._flat, shard, (shard.shape, shard.stride()))
 
     def check_whole(self, params: Sequence[FlatParam]) -> None:
         """Do nothing: the whole tensors are attributes that belong to nobody else."""
@@ -191,11 +207,15 @@ class FlatExposure(BaseExposure):
     def show_full(self, params: Sequence[FlatParam], wholes: Sequence[torch.Tensor]) -> None:
         """Register ``wholes`` under the original names instead of the flat parameter."""
         self._owner._parameters.pop(FLAT_PARAM)
+        trains = self.flat.requires_grad
         for param, whole in zip(params, wholes, strict=True):
-            parameter = nn.Parameter(param.shown(whole), requires_grad=self.flat.requires_grad)
-            for module, name, _ in param.slots:
+            parameter = nn.Parameter(param.shown(whole), requires_grad=trains)
+            for module, name, plain in param.slots:
                 module.__dict__.pop(name, None)
-                module.register_parameter(name, parameter)
+                if plain:
+                    module._parameters[name] = parameter
+                else:
+                    module.register_parameter(name, parameter)
 
     def hide_full(self, params: Sequence[FlatParam]) -> None:
         """Undo ``show_full``."""
@@ -230,10 +250,26 @@ def _end_to_end(
     return held
 
 
-def _set_attributes(params: Sequence[FlatParam], tensors: Iterable[torch.Tensor | None]) -> None:
-    for param, tensor in zip(params, tensors, strict=True):
-        for module, name, plain in param.slots:
-            if plain:
-                module.__dict__[name] = tensor
-            else:
-                setattr(module, name, tensor)  # a class that keeps a list of its weights
+class _Attributes:
+    """Sets the attributes of a module whose class keeps a list of its weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __setitem__(self, name: str, tensor: torch.Tensor | None) -> None:
+        setattr(self._module, name, tensor)
+
+
+Place = tuple["dict[str, Any] | _Attributes", str, "torch.Tensor | None"]
+
+
+def _places(params: Sequence[FlatParam], tensors: Iterable[torch.Tensor | None]) -> list[Place]:
+    """Return every place of each of ``params``, and its tensor.
+
+    Any other module's attributes are its ``__dict__``, which is the same object all its life.
+    """
+    return [
+        (module.__dict__ if plain else _Attributes(module), name, tensor)
+        for param, tensor in zip(params, tensors, strict=True)
+        for module, name, plain in param.slots
+    ]

@@ -245,6 +245,11 @@ class BaseExposure:
     def __init__(self, *, low_dtype: torch.dtype | None, watches: bool) -> None:
         self._low_dtype = low_dtype
         self._watches = watches
+        self._as_they_are = False  # whether gradients lie as the flat parameter has them
+
+    def _look_at(self, params: Sequence[FlatParam]) -> None:
+        """Note what ``bind`` is told of a whole group."""
+        self._as_they_are = all(param.order is None and param.outer is None for param in params)
 
     def local(self, param: FlatParam) -> torch.Tensor:
         """Return this rank's elements of ``param``."""
@@ -270,12 +275,14 @@ class BaseExposure:
         Raises:
             RuntimeError: backward was run to be differentiated itself.
         """
-        for gradient in gradients:
-            if gradient.requires_grad:
-                raise RuntimeError(
-                    "FSDP does not support gradients of gradients: call backward() without "
-                    "create_graph=True"
-                )
+        # Such a backward has gradients on, and any other has not.
+        if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in gradients):
+            raise RuntimeError(
+                "FSDP does not support gradients of gradients: call backward() without "
+                "create_graph=True"
+            )
+        if self._as_they_are:
+            return list(gradients)
         return [
             gradient
             if param.order is None and param.outer is None
@@ -299,6 +306,24 @@ class BaseExposure:
             earlier += gradient
         for hook in post_accumulate_hooks(param):
             hook(param)
+
+
+def is_over(
+    found: nn.Parameter | None,
+    wanted: nn.Parameter | None,
+    memory: torch.Tensor,
+    form: tuple[Sequence[int], Sequence[int]],
+) -> bool:
+    """Whether ``found`` is the object ``wanted`` over ``memory``, of shape and strides ``form``."""
+    return (
+        found is not None
+        and found is wanted
+        and found.data_ptr() == memory.data_ptr()
+        and (found.shape, found.stride()) == form
+        and found.dtype == memory.dtype
+        and found.device == memory.device
+        and found.device.type != "meta"  # where all addresses are equal
+    )
 
 
 def set_gradient(param: torch.Tensor, gradient: torch.Tensor) -> None:

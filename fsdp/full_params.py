@@ -48,6 +48,7 @@ def whole_params(
     offload_to_cpu: bool = False,
     show: bool = True,
     with_grads: bool = False,
+    in_place: bool = False,
 ) -> Iterator[torch.Tensor | None]:
     """Register the whole parameters of one unit, in their original dtype.
 
@@ -57,6 +58,8 @@ def whole_params(
         offload_to_cpu: whether the whole parameters lie in host memory.
         show: False to take part in the gather and leave the sharded parameters registered.
         with_grads: whether whole gradients are shown beside them, if originals are registered.
+        in_place: of a unit that nobody shards, show the shard itself: changes stay as they are
+            made, and nothing is copied.
 
     Yields:
         The buffer (W * S,) of which the parameters are views; None for a unit without any.
@@ -68,7 +71,7 @@ def whole_params(
         if group is None:
             yield None
             return
-        full = _gather(group)
+        full = _gather(group, in_place=in_place)
         # Now: while whole parameters are registered, the gradients are put aside.
         gradients = WholeGradients(group) if with_grads else None
         if show:
@@ -97,7 +100,9 @@ def taken_out(state: FSDPState) -> Iterator[FSDPParamGroup | None]:
     (group,) = state.groups
     before = group.sharded_state
     group.to_sharded()
-    group.relink()
+    group.drop_pending()
+    if not _exposure(group).is_bound(flat_params(group.shard.plain), group.shard.data):
+        group.relink()
     state.enter(TrainingState.SUMMON_FULL_PARAMS)
     group.enter(TrainingState.SUMMON_FULL_PARAMS)
     try:
@@ -141,12 +146,15 @@ def _opened(
 
 
 @torch.no_grad()
-def _gather(group: FSDPParamGroup) -> torch.Tensor:
-    """Return the shards of all ranks, (W * S,), in their original dtype on the compute device."""
+def _gather(group: FSDPParamGroup, *, in_place: bool) -> torch.Tensor:
+    """Return the shards of all ranks, (W * S,), in their original dtype on the compute device.
+
+    Memory of its own, unless ``in_place`` and all of it is here already.
+    """
     info, shard = group.mesh_info, group.shard.data
     own = shard.to(group.options.device)
     full = gather_now(own, info.shard_group)
-    return full.clone() if full is shard else full
+    return full.clone() if full is shard and not in_place else full
 
 
 def _write_back(group: FSDPParamGroup, full: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
@@ -166,6 +174,8 @@ def _write_back(group: FSDPParamGroup, full: torch.Tensor, wholes: Sequence[torc
             )
         if found.data_ptr() != whole.data_ptr() or found.stride() != whole.stride():
             whole.copy_(found)
+    if full is shard.data:
+        return
     rank = group.mesh_info.shard_rank
     own = full.narrow(0, rank * shard.layout.shard_numel, shard.layout.shard_numel)
     for index in range(len(shard.plain)):

@@ -11,7 +11,14 @@ from torch import nn
 from fsdp.engine.exposure import CutShard
 from fsdp.engine.param import WHOLE, FSDPParam, install_all
 from fsdp.engine.torch_private import local_tensor, post_accumulate_hooks
-from fsdp.flat_parameter import BaseExposure, FlatParam, mark_taken, put_on_leaf, set_gradient
+from fsdp.flat_parameter import (
+    BaseExposure,
+    FlatParam,
+    is_over,
+    mark_taken,
+    put_on_leaf,
+    set_gradient,
+)
 
 _ORIGINAL = attrgetter("original")
 
@@ -36,6 +43,7 @@ class OriginalExposure(BaseExposure):
         self, params: Sequence[FlatParam], shard: torch.Tensor, pieces: Sequence[torch.Tensor]
     ) -> None:
         """Point the user's parameters at their pieces; optimizers keep the objects."""
+        self._look_at(params)
         for param, piece in zip(params, pieces, strict=True):
             param.local, param.address = piece, piece.data_ptr()
             original_of(param).data = self._shown(param, piece)
@@ -56,6 +64,18 @@ class OriginalExposure(BaseExposure):
             if len(param.slots) > 1:
                 _check_shared(param)
         return False
+
+    def is_bound(self, params: Sequence[FlatParam], shard: torch.Tensor) -> bool:
+        """Whether the user's parameters are registered, each over its piece as it was bound."""
+        for param in params:
+            local = param.local
+            own = (
+                (param.shape, param.stride) if self._keeps_shape else (local.shape, local.stride())
+            )
+            for module, name, _ in param.slots:
+                if not is_over(module._parameters.get(name), param.original, local, own):
+                    return False
+        return True
 
     def reread(self, params: Sequence[FlatParam]) -> None:
         """Adopt what the user has put in the place of a parameter or of its data.

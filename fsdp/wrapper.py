@@ -19,6 +19,7 @@ from fsdp.engine.forward import post_forward, pre_forward
 from fsdp.engine.hooks import untraced
 from fsdp.optim_state.face import OptimizerStates
 from fsdp.outer_form import check_outer_forms
+from fsdp.plain_names import WRAPPED
 from fsdp.state_dict.face import States
 from fsdp.wrap import Policy, PolicyFn
 from fsdp.wrapper_checks import Arguments
@@ -150,7 +151,8 @@ class FullyShardedDataParallel(Gradients, WholeParameters, States, OptimizerStat
         """
         args, kwargs = _before(self, args, kwargs)
         try:
-            output = self._fsdp_wrapped_module(*args, **kwargs)
+            # As an attribute it is looked for in three places.
+            output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             _after_failure(self, args)
             raise
@@ -206,7 +208,7 @@ def _begin(
 def _end(unit: FullyShardedDataParallel, args: tuple[Any, ...], output: Any) -> Any:
     """Do what is due after it has run."""
     output = post_forward(unit._state, unit, args, output)
-    if unit._is_root and unit._order is not None:
+    if unit._order is not None and unit._is_root:
         unit._order.after_forward()
     return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from fsdp.clip import Groups, clip_sharded
 from fsdp.comm_hooks import compresses
 from fsdp.engine.group_options import OwnReduction
+from fsdp.engine.param import ShardedState
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.flat_exposure import FlatExposure
 from fsdp.flat_parameter import flat_params
@@ -74,25 +75,30 @@ class Gradients(WrappedUnit):
             raise RuntimeError(
                 "`clip_grad_norm_()` should only be called on the root FSDP instance"
             )
-        units = units_of(self)
+        units = _units_of_tree(self)
         sharded: dict[Groups, list[torch.Tensor]] = {}
         taken: set[nn.Parameter] = set()
         replicated: list[nn.Parameter] = []
         for unit in units:
-            for group in unit._state.groups:
-                seen = _seen_params(unit)
-                if group.mesh_info.shard_group is None and not unit._state.model_groups:
+            state = unit._state
+            for group in state.groups:
+                seen, shard_group = _seen_params(unit), group.mesh_info.shard_group
+                if state.model_groups:
+                    for groups, gradients in _spread(unit, group):
+                        sharded.setdefault(groups, []).extend(gradients)
+                elif shard_group is None:
                     replicated += seen
                 else:
-                    for groups, gradients in _spread(unit, group, seen):
-                        sharded.setdefault(groups, []).extend(gradients)
-                taken.update(
-                    seen, (p.unsharded for p in group.fsdp_params if p.unsharded is not None)
-                )
-        everything = list(self.parameters())
+                    there = [param.grad for param in seen if param.grad is not None]
+                    sharded.setdefault((shard_group,), []).extend(there)
+                taken.update(seen)
+                if group.sharded_state is ShardedState.UNSHARDED:  # they may be registered
+                    taken.update(p.unsharded for p in group.fsdp_params if p.unsharded is not None)
+        everything = _registered(self)
         replicated += [param for param in everything if param not in taken]
-        order = {param: index for index, param in enumerate(everything)}
-        replicated.sort(key=lambda param: order.get(param, len(order)))
+        if replicated:
+            order = {param: index for index, param in enumerate(everything)}
+            replicated.sort(key=lambda param: order.get(param, len(order)))
         total = clip_sharded(
             sharded, replicated, float(max_norm), float(norm_type), self._state.device
         )
@@ -136,6 +142,30 @@ class Gradients(WrappedUnit):
                 group.settings.own_reduction = own
 
 
+def _units_of_tree(root: WrappedUnit) -> list[WrappedUnit]:
+    """Return the units of a tree that has started, without a walk through all of its modules."""
+    modules = (module for state in root._state.context.all_states for module in state.modules)
+    return [module for module in modules if isinstance(module, WrappedUnit)]
+
+
+def _registered(root: nn.Module) -> list[nn.Parameter]:
+    """Return what ``root.parameters()`` does, without the names of modules and parameters."""
+    params: dict[nn.Parameter, None] = {}
+    modules: set[nn.Module] = set()
+    ahead: list[nn.Module | None] = [root]
+    while ahead:
+        module = ahead.pop()
+        if module is None or module in modules:
+            continue
+        modules.add(module)
+        for param in module._parameters.values():
+            if param is not None:
+                params[param] = None
+        if module._modules:
+            ahead.extend(reversed(module._modules.values()))
+    return list(params)
+
+
 def _run_hook(
     hook: Callable[..., Any], state: object, packed: torch.Tensor, output: torch.Tensor | None
 ) -> None:
@@ -146,14 +176,13 @@ def _run_hook(
 
 
 def _spread(
-    unit: WrappedUnit, group: FSDPParamGroup, seen: Sequence[nn.Parameter]
+    unit: WrappedUnit, group: FSDPParamGroup
 ) -> Iterator[tuple[Groups, list[torch.Tensor]]]:
-    """Yield the gradients of ``unit`` with the groups over which their elements are spread."""
+    """Yield the gradients of ``unit`` with the groups over which their elements are spread.
+
+    A flat parameter holds both: what tensor parallelism has cut, and what it has not.
+    """
     shards = () if group.mesh_info.shard_group is None else (group.mesh_info.shard_group,)
-    if not unit._state.model_groups:
-        yield shards, [param.grad for param in seen if param.grad is not None]
-        return
-    # A flat parameter holds both: what tensor parallelism has cut, and what it has not.
     params = flat_params(group.fsdp_params)
     for param, gradient in zip(params, unit._exposure.gradients(params), strict=True):
         cut = param.outer is not None and param.outer.is_cut

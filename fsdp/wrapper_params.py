@@ -43,7 +43,9 @@ class WholeParameters(WrappedUnit):
             with_grads: whether whole gradients are shown beside them. A parameter that has no
                 gradient on any rank has none; one that has none here alone shows zeros.
 
-        *Collective* over the shard groups. *Memory*: all whole parameters of the opened units.
+        A unit that nobody shards shows its own memory: changes stay as they are made.
+
+        *Collective* over the shard groups. *Memory*: all whole parameters of the sharded units.
 
         Raises:
             NotImplementedError: a combination that is not supported.
@@ -70,13 +72,15 @@ class WholeParameters(WrappedUnit):
         check_idle([unit._state for unit in units])
         with ExitStack() as stack:
             for unit in units:
+                replica = not STRATEGIES[unit.sharding_strategy].shards
                 stack.enter_context(
                     whole_params(
                         unit._state,
                         # A replica has no shard that would bring the old values back.
-                        writeback=writeback or not STRATEGIES[unit.sharding_strategy].shards,
+                        writeback=writeback or replica,
+                        in_place=replica,
                         offload_to_cpu=offload_to_cpu,
-                        show=unit._is_first_of_shards() or not rank0_only,
+                        show=not rank0_only or unit._is_first_of_shards(),
                         with_grads=with_grads,
                     )
                 )

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from fsdp.checkpoint import states
 from fsdp.checkpoint.wrapper_optimizers import load_optimizer_state, optimizer_state
 from fsdp.checkpoint.wrapper_states import load_model_state, model_state
+from fsdp.module import FSDPModule
 from fsdp.wrapper_unit import units_of
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -54,6 +55,7 @@ def get_optimizer_state_dict(
         RuntimeError: no optimizer.
     """
     if not units_of(model):
+        _reshard(model)
         return torch_helpers.get_optimizer_state_dict(
             model,
             optimizers,
@@ -100,6 +102,7 @@ def set_model_state_dict(
     *Collective*: over the ranks of the model.
     """
     if not units_of(model):
+        _reshard(model)
         return torch_helpers.set_model_state_dict(model, model_state_dict, options=options)
     return load_model_state(model, model_state_dict, _checked(options))
 
@@ -119,6 +122,7 @@ def set_optimizer_state_dict(
         RuntimeError: no optimizer; or strict, and the state does not name a trained parameter.
     """
     if not units_of(model):
+        _reshard(model)
         states.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
     chosen = states._as_tuple(optimizers)
@@ -143,6 +147,13 @@ def set_state_dict(
     if chosen:
         set_optimizer_state_dict(model, chosen, optim_state_dict, options=options)
     return set_model_state_dict(model, model_state_dict, options=options)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Register sharded parameters: torch looks at what is registered, and an evaluation gathers."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _checked(options: StateDictOptions | None) -> StateDictOptions:

@@ -41,8 +41,8 @@ def save(
 
     Args:
         path: a directory that all ranks see.
-        model: with units of either face, DTensors cut on one dim, or plain tensors, which count as
-            equal on all ranks.
+        model: with units of either face, beside tensor parallelism too, DTensors cut along dims,
+            or plain tensors, which count as equal on all ranks.
         optimizers: one or several.
         process_group: the ranks that have the model; None: all.
         format: ``"sharded"``: a directory of ``torch.distributed.checkpoint`` to which every rank

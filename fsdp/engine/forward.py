@@ -15,7 +15,7 @@ from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.lazy_init import lazy_init
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import TrainingState
-from fsdp.engine.torch_private import graph_task
+from fsdp.engine.torch_private import graph_task, hook_gradient
 from fsdp.engine.trace import logger, trace
 from fsdp.engine.tree import cast_floats, grad_tensors, map_tensors, to_device
 from fsdp.engine.unit import FSDPState
@@ -191,7 +191,7 @@ def _hook_outputs(state: FSDPState, output: Any) -> None:
     for tensor in grad_tensors(output):
         if tensor._base is not None and tensor._is_view():
             _warn_about_view(state)
-        tensor.register_hook(hook)
+        hook_gradient(tensor, hook)
 
 
 def _warn_about_view(state: FSDPState) -> None:

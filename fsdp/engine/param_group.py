@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fsdp.engine.trace import trace
 from fsdp.engine.watch import watch_inputs
 from fsdp.engine.whole import WholeParams
 
+_WHOLE_TRAINS = attrgetter("unsharded.requires_grad")
 _SIDED = frozenset({TrainingState.FORWARD, TrainingState.PRE_BACKWARD})
 
 
@@ -219,6 +221,8 @@ class FSDPParamGroup:
     def _follow_freezing(self) -> None:
         """Copy ``requires_grad`` to the leaves: users freeze what is registered, the shards."""
         found = self._exposure.requires_grad(self.fsdp_params)
+        if found == list(map(_WHOLE_TRAINS, self.fsdp_params)):
+            return  # nearly always, and a loop over them costs more than the comparison
         for param, wanted in zip(self.fsdp_params, found, strict=True):
             whole = param.unsharded
             assert whole is not None

@@ -90,15 +90,17 @@ class Reducer:
 
     def _take_all(self) -> list[torch.Tensor] | None:
         """Take the gradients of a group in which every leaf has one: nearly always."""
-        gradients = []
+        leaves: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         for param in self._params:
             whole = param.unsharded
             gradient = None if whole is None else whole.grad
-            if gradient is None:
+            if whole is None or gradient is None:
                 return None
+            leaves.append(whole)
             gradients.append(gradient)
-        for param in self._params:
-            param.unsharded.grad = None  # type: ignore[union-attr]
+        for leaf in leaves:
+            leaf.grad = None
         return self._options.exposure.plain_gradients(self._params, gradients)
 
     def _take_those_there(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
@@ -243,9 +245,18 @@ class Reducer:
             all_reduce=settings.all_reduce_grads,
             offload=self._offloads,
             pin_memory=self._options.pin_memory,
+            direct=self._hands_over_directly(),
             exposure=self._options.exposure,
             original_dtype=self.original_dtype,
         )
+
+    def _hands_over_directly(self) -> bool:
+        """Whether one stream does all of it: no replicas, no hook of users, no host memory."""
+        info, settings = self._info, self._settings
+        # A rank that is its only replica has nothing to ask for, unless the all-reduce is put off.
+        put_off = not settings.all_reduce_grads or self._partial is not None
+        waits = info.replicate_size > 1 or (info.replicate_group is not None and put_off)
+        return not waits and not self._offloads and settings.all_reduce_hook is None
 
     def _scatters_in_place(self) -> bool:
         """Whether this rank's row of the packed gradients may take the reduced shard.

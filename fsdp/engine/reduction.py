@@ -37,6 +37,7 @@ class ReduceSettings:
     all_reduce: bool
     offload: bool
     pin_memory: bool
+    direct: bool  # whether what is scattered is handed over by the same stream, with no way between
     exposure: AnyExposure
     original_dtype: torch.dtype
 
@@ -45,7 +46,8 @@ class Reduction:
     """One group's reduction in flight.
 
     ``__init__`` packs and launches; ``complete`` does the rest once, on the stream of the
-    reduction, or after the host has waited for it where there are no streams.
+    reduction, or after the host has waited for it where there are no streams. Where nothing can
+    come between it is done already, as ``end`` tells.
     """
 
     def __init__(
@@ -81,12 +83,22 @@ class Reduction:
             if division.before != 1:
                 self._packed.div_(division.before)
             self._output, work = self._scatter(late=late)
-        self.scattered = Done(streams, work, None)  # with streams, ``complete`` knows the event
+            complete = settings.direct and not late
+            if complete:
+                self._divide_and_hand_over()  # entering a stream again would cost as much
+        if complete:
+            self._close(streams.reduce)
+        else:
+            self.scattered = Done(streams, work, None)  # with streams, ``complete`` has the event
 
     def _memory(self, dtype: torch.dtype, device: torch.device) -> Packed:
         """Return where to pack: the plan's memory, unless others may keep or replace it."""
         plan, settings = self.plan, self._settings
-        if settings.scatter_group is not None and settings.comm is None and settings.own is None:
+        # Nothing scattered: what is packed is handed over, unless a cast makes other memory of it.
+        stays = settings.scatter_group is not None or (
+            settings.direct and dtype != settings.original_dtype
+        )
+        if stays and settings.comm is None and settings.own is None:
             return plan.borrow(dtype, device)
         numel = plan.layout.total_numel
         return plan.around(settings.allocate(numel, dtype, device))
@@ -144,7 +156,7 @@ class Reduction:
         self._lent = None
 
     def complete(self, earlier: torch.Tensor | None) -> None:
-        """All-reduce over replicas if due, divide, cast, hand over. Call once.
+        """All-reduce over replicas if due, divide, cast, hand over. Call once, if ``end`` is None.
 
         ``earlier`` is the group's ``partial`` of earlier reductions without an all-reduce.
         *Collective* over the replicate group, if there is one and it is due.
@@ -173,13 +185,11 @@ class Reduction:
         elif settings.offload:
             self.scattered = Done(streams, None, streams.record(stream))
         with streams.on(stream):
-            if group is not None:
+            if group is not None and group.size() > 1:
                 dist.all_reduce(output, op=self._division.all_reduce_op, group=group)
             if settings.hook is not None:
                 settings.hook(output)
-            if self._division.after != 1:
-                output.div_(self._division.after)
-            self._hand_over(output)
+            self._divide_and_hand_over()
         self._close(stream)
 
     def _close(self, stream: Any) -> None:
@@ -188,14 +198,16 @@ class Reduction:
         event = ends[stream] = self._streams.record(stream, ends.get(stream))
         self.end = (stream, event)
         handed_over = self._output is self._packed  # nothing was scattered
-        if not self.outlives_scatter and (handed_over or not self._settings.offload):
+        if stream is self._streams.reduce and (handed_over or not self._settings.offload):
             # What was handed over may go back to the stream that it belongs to only now. Else the
             # packed gradients could go earlier, but are not asked for before the next reduction:
             # a second event would only cost, unless a copy to the host lies between.
             self.scattered = Done(self._streams, None, event)
 
-    def _hand_over(self, output: torch.Tensor) -> None:
-        settings, params = self._settings, self.plan.params
+    def _divide_and_hand_over(self) -> None:
+        settings, params, output = self._settings, self.plan.params, self._output
+        if self._division.after != 1:
+            output.div_(self._division.after)
         shard = output.to(settings.original_dtype)
         if settings.offload:
             shard = self._offloaded(shard)

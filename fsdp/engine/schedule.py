@@ -123,7 +123,8 @@ class FSDPCommContext:
         self._reductions.append((reducer, reduction))
 
     def _complete(self, reducer: Reducer, reduction: Reduction) -> None:
-        reducer.complete(reduction)
+        if reduction.end is None:
+            reducer.complete(reduction)
         assert reduction.end is not None, "a complete reduction has an end"
         stream, event = reduction.end
         self._ends[stream] = event

@@ -6,9 +6,9 @@ member of one unit at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,19 @@ from fsdp.optim_state.judge import same, text_of
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _PosDimTensorInfo
 from fsdp.state_dict.form import form_told
 
-Fetch = Callable[[Any, FSDPParamInfo], torch.Tensor]
+
+class Source(Protocol):
+    """Where whole values come from. What it does may be collective: every rank asks alike."""
+
+    def tensor(self, value: Any, info: FSDPParamInfo) -> torch.Tensor:
+        """Return a whole value in any form as a plain tensor."""
+
+    def run(
+        self, info: FSDPParamInfo, member: Member, values: Sequence[Any]
+    ) -> torch.Tensor | None:
+        """Return this rank's run of the values of a member; None: ask for whole ones."""
+
+
 _TENSORS = (torch.Tensor, _PosDimTensorInfo)
 
 
@@ -89,15 +101,14 @@ def examine(info: FSDPParamInfo, member: Member, state: Mapping[str, Any]) -> Pa
     return part
 
 
-def cut(part: Part, fetch: Fetch) -> dict[str, Any]:
+def cut(part: Part, source: Source) -> dict[str, Any]:
     """Return the entry of this rank's optimizer; empty if it holds nothing of the member.
 
     Args:
         part: what there is.
-        fetch: gives a whole value in any form as a plain tensor; may be a collective, so it is
-            called for every value on every rank.
+        source: gives values; asked for every one of them on every rank.
 
-    *Memory*: what ``fetch`` gives, for one value at a time, beside the result.
+    *Memory*: what ``source`` gives, for one value at a time, beside the result.
     """
     member, params = part.member, part.info.params
     layout, rank = part.info.group.shard.layout, part.info.mesh.shard_rank
@@ -106,8 +117,12 @@ def cut(part: Part, fetch: Fetch) -> dict[str, Any]:
     for state, values in part.tensors.items():
         if member.is_whole:
             param = params[member.indices[0]]
-            value = param.inside(fetch(values[0], part.info))
+            value = param.inside(source.tensor(values[0], part.info))
             found[state] = _as_stored(param, value).to(device, copy=True)
+            continue
+        run = source.run(part.info, member, values)
+        if run is not None:
+            found[state] = run
             continue
         dtype = next(value.dtype for value in values if value is not None)
         own = torch.zeros(member.numel, dtype=dtype, device=device)
@@ -115,7 +130,9 @@ def cut(part: Part, fetch: Fetch) -> dict[str, Any]:
             if value is not None:
                 piece = layout.piece(index, rank)
                 target = own.narrow(0, piece.offset - member.offset, piece.numel)
-                _place(target, params[index], params[index].inside(fetch(value, part.info)), piece)
+                whole = source.tensor(value, part.info)
+                _place(target, params[index], params[index].inside(whole), piece)
+                del whole  # or it would be there while the next one is fetched
         found[state] = own
     if not member.numel:
         return {}

@@ -1,5 +1,8 @@
 """Whole states of one unit from the parts that ranks hold. One all-gather per state name.
 
+The last states of a result are not gathered into memory of their own, which would be there beside
+all the others: each rank's run is sent to where it stays.
+
 Knows layouts and memory, not names of optimizers nor the form in which users get the result.
 
 ======================  ==================================================================
@@ -10,10 +13,11 @@ Knows layouts and memory, not names of optimizers nor the form in which users ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp.engine.torch_private import gather_now
 from fsdp.optim_state.plan import state_names
@@ -28,14 +32,17 @@ from fsdp.optim_state.vocabulary import (
     _OptimStateKey,
 )
 
+Plan = Mapping[Member, StateInfo]
+Planned = tuple[FSDPParamInfo, Plan]
 Finish = Callable[[torch.Tensor, FSDPParamInfo, int], Any]
 
 
 def gather_unit(
     info: FSDPParamInfo,
-    plan: Mapping[Member, StateInfo],
+    plan: Plan,
     entries: Mapping[_OptimStateKey, Entry],
     finish: Finish | None,
+    in_place: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Return the whole state of each parameter of a unit, by name.
 
@@ -46,9 +53,10 @@ def gather_unit(
         finish: makes what users get of a value of a parameter, a view that does not outlive the
             call, whole but for what tensor parallelism has cut; None on a rank that only takes
             part.
+        in_place: states that stay as they are, on every rank, and are sent to their place.
 
-    *Collective*: one all-gather per state name over the shard group. *Memory*: ``everyone``, for
-    one state at a time, beside the result.
+    *Collective*: over the shard group one all-gather per state name, or one broadcast for each
+    rank and parameter. *Memory*: ``everyone``, for one state at a time, beside the result.
     """
     found = {
         index: _others(whole, entries.get(member.key, {}))
@@ -57,7 +65,10 @@ def gather_unit(
     }
     for state in state_names(plan):
         holders = [member for member, whole in plan.items() if state in whole.tensors]
-        if not all(member.is_whole for member in holders):
+        if state in in_place:
+            for index, value in _sent(info, holders, entries, state, plan).items():
+                found[index].tensor_state[state] = value
+        elif not all(member.is_whole for member in holders):
             own = _own(info, holders, entries, state, plan)
             # In a function of its own: nothing of one state is there when the next is gathered.
             for index, value in _gathered(info, holders, own, finish).items():
@@ -87,12 +98,85 @@ def _gathered(
     }
 
 
+def late_states(units: Sequence[Planned]) -> list[set[str]]:
+    """Return for each unit the states that are sent to their place rather than gathered.
+
+    Those after which less is still to come than their gathering would take. Nothing that tensor
+    parallelism has cut is among them, nor what a rank has whole.
+    """
+    steps = [
+        (number, state, *_sizes(info, plan, state))
+        for number, (info, plan) in enumerate(units)
+        for state in state_names(plan)
+    ]
+    late: list[set[str]] = [set() for _ in units]
+    to_come = 0
+    for number, state, result, gathering in reversed(steps):
+        if gathering > to_come:
+            late[number].add(state)
+        to_come += result
+    return late
+
+
+def _sizes(info: FSDPParamInfo, plan: Plan, state: str) -> tuple[int, int]:
+    """Return the bytes of one state of a unit, and those that gathering it takes; 0: it is not."""
+    holders = [member for member, whole in plan.items() if state in whole.tensors]
+    size = plan[holders[0]].tensors[state].dtype.itemsize
+    params = [info.params[index] for member in holders for index in member.indices]
+    result = size * sum(param.outer_shape.numel() for param in params)
+    apart = any(member.is_whole for member in holders) or info.mesh.shard_group is None
+    if apart or any(param.outer is not None for param in params):
+        return result, 0
+    shard = size * info.group.shard.layout.shard_numel
+    # Parts of several members are put side by side first.
+    return result, shard * (info.mesh.shard_size + (len(info.members) > 1))
+
+
+def _sent(
+    info: FSDPParamInfo,
+    holders: list[Member],
+    entries: Mapping[_OptimStateKey, Entry],
+    state: str,
+    plan: Plan,
+) -> dict[int, torch.Tensor]:
+    """Return one state of the parameters of ``holders``, by index, each in memory of its own."""
+    group, layout = info.mesh.shard_group, info.group.shard.layout
+    assert group is not None, "what is not cut is not sent"
+    device, ranks = info.group.options.device, info.ranks
+    found: dict[int, torch.Tensor] = {}
+    works: list[Any] = []
+    with SimpleProfiler.profile(SimpleProfiler.Type.ALLGATHER):
+        for member, index in ((each, index) for each in holders for index in each.indices):
+            param, dtype = info.params[index], plan[member].tensors[state].dtype
+            run = torch.empty(param.shape.numel(), dtype=dtype, device=device)
+            for rank, source in enumerate(ranks):
+                piece = layout.piece(index, rank)
+                part = run.narrow(0, piece.start, piece.numel)
+                if rank == group.rank():
+                    own = entries.get(member.key, {}).get(state)
+                    _put(part, own, piece.offset - member.offset)
+                if piece.numel:
+                    works.append(dist.broadcast(part, src=source, group=group, async_op=True))
+            found[index] = param.restored(run)
+        for work in works:
+            work.wait()
+    return found
+
+
+def _put(part: torch.Tensor, own: torch.Tensor | None, offset: int) -> None:
+    """Copy a part (n,) from ``offset`` of what this rank has of a member; zeros if nothing."""
+    if own is None:
+        part.zero_()
+    elif part.numel():
+        part.copy_(own.detach().view(-1).narrow(0, offset, part.numel()))
+
+
 def _own(
     info: FSDPParamInfo,
     holders: list[Member],
     entries: Mapping[_OptimStateKey, Entry],
     state: str,
-    plan: Mapping[Member, StateInfo],
+    plan: Plan,
 ) -> torch.Tensor:
     """Return this rank's part of one state (S,), on the compute device; zeros where it has none."""
     device, numel = info.group.options.device, info.group.shard.layout.shard_numel

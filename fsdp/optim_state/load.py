@@ -77,8 +77,9 @@ def load(
         ask: gives the form; what it raises, all ranks raise.
 
     *Collective*: two small all-gathers over the groups of the units; for chunks one all-gather per
-    parameter and state, and if the first rank alone has the state one broadcast of each. *Memory*:
-    one whole state of one parameter beside the result. *Blocks* the host.
+    parameter and state, and if the first rank alone has the state some exchanges of each. *Memory*:
+    one whole state of one parameter beside the result; nothing if runs come from the first rank,
+    or if every rank has whole tensors. *Blocks* the host.
 
     Raises:
         ValueError: no "state", or one that does not fit the model, or differs between ranks; or
@@ -129,7 +130,7 @@ def _loaded(
     found: dict[Any, Any] = {}
     with SimpleProfiler.profile(SimpleProfiler.Type.RESHARDING):
         for part in work.parts:
-            entry = cut(part, source.tensor)
+            entry = cut(part, source)
             key = target.keys.get(part.member.param)
             if key is not None:
                 found |= {key: entry} if entry else _existing(part, key, target)

@@ -51,11 +51,16 @@ def is_elementwise(
         try:
             before = _generators(device)
             numbers = _numbers(device)
-            whole = _stepped(optimizer, group, *numbers)
+            start: Mapping[str, Any] = {}
+            try:
+                whole = _stepped(optimizer, group, start, *numbers)
+            except KeyError:  # of torch 2.11 Adagrad makes its states with itself, never in a step
+                start = _made_at_once(optimizer, group)
+                whole = _stepped(optimizer, group, start, *numbers)
             if any(not torch.equal(b, a) for b, a in zip(before, _generators(device), strict=True)):
                 return None
             parts = [
-                _stepped(optimizer, group, *(each[at] for each in numbers))
+                _stepped(optimizer, group, start, *(each[at] for each in numbers))
                 for at in (slice(None, _CUT), slice(_CUT, None))
             ]
         except Exception:
@@ -92,10 +97,36 @@ def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return (at.sin() * at / 4).to(device), ((at * 1.7).cos() * at / 8).to(device)
 
 
+def _made_at_once(optimizer: Optimizer, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a parameter with what it has per element as one number, which all have.
+
+    Empty if none has a state, or one that is not the same for all elements.
+    """
+    known = [p for p in group["params"] if p in optimizer.state and p.dim() and p.numel()]
+    if not known:
+        return {}
+    param = known[0]
+    found: dict[str, Any] = {}
+    for key, value in optimizer.state[param].items():
+        of_elements = isinstance(value, torch.Tensor) and value.shape == param.shape
+        if of_elements and value.min() != value.max():
+            return {}
+        found[key] = _PerElement(value.max().item()) if of_elements else value
+    return found
+
+
+class _PerElement(float):
+    """A number that stands for a tensor shaped like the parameter."""
+
+
 def _stepped(
-    optimizer: Optimizer, group: Mapping[str, Any], values: torch.Tensor, gradients: torch.Tensor
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    start: Mapping[str, Any],
+    values: torch.Tensor,
+    gradients: torch.Tensor,
 ) -> torch.Tensor:
-    """Return ``values`` after two steps of a copy of ``optimizer``."""
+    """Return ``values`` after two steps of a copy of ``optimizer`` from the state ``start``."""
     param = torch.nn.Parameter(values.clone())
     own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "lr" in own:
@@ -108,6 +139,9 @@ def _stepped(
     }
     vars(probe).update(attributes)
     probe.state = defaultdict(dict)
+    for key, value in start.items():
+        whole = isinstance(value, _PerElement)
+        probe.state[param][key] = torch.full_like(values, value) if whole else copy.deepcopy(value)
     probe.param_groups = [{**own, "params": [param]}]
     step = type(optimizer).step
     # Not through the hooks of all optimizers: they would take this for a step on a model.

@@ -25,9 +25,11 @@ class Report:
         problem: whether it cannot go on.
         keys: the parameters that have state here, in the order of its optimizer.
         infos: what it knows of those that units manage.
+        stays: whether it wants whole tensors where they are gathered.
     """
 
     problem: bool = False
+    stays: bool = False
     keys: list[_OptimStateKey] = field(default_factory=list)
     infos: dict[_OptimStateKey, StateInfo] = field(default_factory=dict)
 
@@ -36,6 +38,7 @@ class Report:
         ours = {member.key for info in infos for member in info.members}
         return Report(
             problem=self.problem,
+            stays=self.stays,
             keys=[key for key in self.keys if key in ours or not key.is_fsdp_managed],
             infos={key: _sendable(info) for key, info in self.infos.items() if key in ours},
         )

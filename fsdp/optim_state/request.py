@@ -54,6 +54,11 @@ class Request:
         return any(first in dist.get_process_group_ranks(each) for each in names.model_groups)
 
     @property
+    def stays(self) -> bool:
+        """Whether a save leaves whole tensors where they were gathered, on every rank."""
+        return not (self.sharded or self.offload or self.rank0_only)
+
+    @property
     def form(self) -> str:
         """What a save makes: ranks exchange other things for another form."""
         return "large tensors in chunks" if self.sharded else "whole tensors"

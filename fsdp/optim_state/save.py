@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.engine.agreement import agree
-from fsdp.optim_state.gather import Finish, gather_unit
+from fsdp.optim_state.gather import Finish, gather_unit, late_states
 from fsdp.optim_state.names import Names, ParamKey
 from fsdp.optim_state.plan import common_keys, plan_unit
 from fsdp.optim_state.profiler import SimpleProfiler
@@ -36,6 +36,7 @@ class SavePlan:
     Attributes:
         order: the keys, in the order of the result.
         units: for each unit with state, what its members have.
+        late: for each of them, the states that are sent to where they stay.
     """
 
     def __init__(
@@ -55,6 +56,10 @@ class SavePlan:
             planned = plan_unit(info, keys[group], [report.infos for report in told])
             if planned:
                 self.units.append((info, planned))
+        self.late: list[set[str]] = [set() for _ in self.units]
+        # Of one group all ranks have heard the same.
+        if len(reports) == 1 and all(report.stays for told in reports.values() for report in told):
+            self.late = late_states(self.units)
 
 
 @torch.no_grad()
@@ -67,8 +72,9 @@ def save(names: Names, look: Callable[[], Given], ask: Callable[[], Request]) ->
         ask: gives the form; what it raises, all ranks raise.
 
     *Collective*: over the groups of the units; one exchange of small objects, then one all-gather
-    per unit and state name. *Memory*: one whole state of one unit beside the result. *Blocks* the
-    host.
+    per unit and state name, or broadcasts of the last ones where whole tensors stay on the device
+    of every rank. *Memory*: then the result; else one whole state of one unit beside it. *Blocks*
+    the host.
 
     Raises:
         NotImplementedError: a state that is not element by element, of a sharded parameter.
@@ -95,7 +101,7 @@ def _saved(names: Names, look: Callable[[], Given], ask: Callable[[], Request]) 
         if "param_groups" in given.state:
             groups = [_named(names, g, given.params) for g in given.state["param_groups"]]
         managed = {key: info_of(entry) for key, entry in entries.items() if key.is_fsdp_managed}
-        mine = Report(keys=list(entries), infos=managed)
+        mine = Report(keys=list(entries), infos=managed, stays=how.stays)
     except Exception as error:
         problem, mine = error, Report(problem=True)
     reports = reports_of_all(names, mine)
@@ -164,8 +170,8 @@ def _state(
 ) -> dict[Any, Any]:
     """Return the states by name, in the order of the plan."""
     managed: dict[str, dict[str, Any]] = {}
-    for info, planned in plan.units:
-        managed |= gather_unit(info, planned, entries, finish)
+    for (info, planned), in_place in zip(plan.units, plan.late, strict=True):
+        managed |= gather_unit(info, planned, entries, finish, in_place)
     found: dict[Any, Any] = {}
     if finish is None:
         return found

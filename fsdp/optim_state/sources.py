@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp.optim_state.names import Names
-from fsdp.optim_state.vocabulary import FSDPParamInfo, _PosDimTensorInfo
+from fsdp.optim_state.scatter import can_scatter, scattered
+from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _PosDimTensorInfo
 from fsdp.state_dict.form import gathered
 
 Route = Sequence[tuple[dist.ProcessGroup | None, int]]
@@ -24,6 +25,12 @@ class EveryRank:
         *Collective* over the shard group if it is in chunks. *Memory*: then, the whole value.
         """
         return gathered(value, info.group.options.device, group=info.mesh.shard_group)
+
+    def run(
+        self, info: FSDPParamInfo, member: Member, values: Sequence[Any]
+    ) -> torch.Tensor | None:
+        """Return None: a run is cut from whole values."""
+        return None
 
     def other(self, value: Any) -> Any:
         """Return a value that belongs to no unit."""
@@ -47,6 +54,18 @@ class FirstRank:
         *Collective*: a broadcast. *Memory*: the whole value.
         """
         return self._sent(value)
+
+    def run(
+        self, info: FSDPParamInfo, member: Member, values: Sequence[Any]
+    ) -> torch.Tensor | None:
+        """Return this rank's run of the values of a member; None if it is not one run.
+
+        *Collective*: all-to-alls over the shard group, and a broadcast over each other group.
+        """
+        groups = [group for group, _ in self._route if group is not None]
+        if not can_scatter(info, member, groups, self._device):
+            return None
+        return scattered(info, member, values, groups)
 
     def other(self, value: Any) -> Any:
         """Return a value that belongs to no unit; tensors with dims are sent as those of units."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -35,8 +36,8 @@ def agreed_tensors(told: Side | None, ranks: Sequence[int], group: Group) -> Sid
     """
     digests = told_by_all(told.digest() if told else None, group)
     if len({digest for digest in digests if digest is not None}) > 1:
-        every = [each for each in told_by_all(told.tensors if told else None, group) if each]
-        raise ValueError(_first_difference(ranks, every))
+        every = told_by_all((told.tensors,) if told else None, group)
+        return Side(tensors=_on_all_meshes(ranks, [each for (each,) in filter(None, every)]))
     tensors = told_by(ranks[0], told.tensors if told else None, group)
     return Side(tensors=tensors)
 
@@ -158,6 +159,31 @@ def _merged(told: Sequence[tuple[Mapping[str, Saved], frozenset[str]]]) -> dict[
                 )
             found[name] = saved
     return found
+
+
+def _on_all_meshes(ranks: Sequence[int], told: Sequence[Sequence[Told]]) -> tuple[Told, ...]:
+    """Put together what ranks tell that see a tensor on other meshes, each on that of its unit.
+
+    Beside tensor parallelism a tensor that is not cut by it lies on as many meshes as that has
+    ranks. They are replicas, as plain tensors are on all ranks.
+
+    Raises:
+        ValueError: anything else differs, or the meshes do not share out the ranks.
+    """
+    found: list[Told] = []
+    for each in zip_longest(*told):
+        first = each[0]
+        alike = {other and replace(other, rows=()) for other in each}
+        rows = sorted({row for other in each if other is not None for row in other.rows})
+        if first is None or len(alike) > 1 or len({len(row) for row in rows}) > 1:
+            raise ValueError(_first_difference(ranks, told))
+        if any(other.rows != first.rows for other in each):
+            held = [rank for row in rows for rank in row]
+            own = all(any(r in row for row in o.rows) for r, o in zip(ranks, each, strict=True))
+            if sorted(held) != sorted(ranks) or not own:
+                raise ValueError(_first_difference(ranks, told))
+        found.append(replace(first, rows=tuple(rows)))
+    return tuple(found)
 
 
 def _first_difference(ranks: Sequence[int], told: Sequence[Sequence[Told]]) -> str:

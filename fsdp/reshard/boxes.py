@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp.engine.layout import Extent
+from fsdp.engine.layout import Cut, Extent
 from fsdp.reshard.dealt import Dealt
+from fsdp.reshard.nested import Boxes
 from fsdp.reshard.runs import Runs
 
 
@@ -53,36 +54,43 @@ class Box:
 def boxes_of(dealt: Dealt, shard: int | None) -> list[Box]:
     """Return the boxes that make up what a shard holds, in the order of its elements.
 
-    A cut of one dim is one box; a run of elements is at most two per dim. A tensor without elements
-    is one empty box of the first shard.
+    A cut of one dim, or of several one after another, is one box; a run of elements is at most two
+    per dim. A tensor without elements is one empty box of the first shard.
     """
     if shard is None:
         return []
     if math.prod(dealt.shape) == 0:
         empty = Box(offsets=(0,) * len(dealt.shape), sizes=dealt.shape, start=0)
         return [empty] if shard == 0 else []
-    if dealt.cut.extent != Extent.flat(dealt.cut.extent.numel):
-        return _window(dealt, shard)
-    runs = Runs(dealt.cut)
-    found = runs.at(runs.of_shard(shard))
-    order = dealt.order
-    shape = dealt.shape if order is None else tuple(dealt.shape[dim] for dim in order)
+    cut, order = dealt.cut, dealt.order
+    if isinstance(cut, Boxes):
+        box = shard // cut.inner_shards
+        first, shape = cut.window(box)
+        held = cut.runs_in(box)
+        found = held.chosen(held.shard == shard)
+    elif cut.extent != Extent.flat(cut.extent.numel):
+        return _window(dealt.shape, cut, shard)
+    else:
+        runs = Runs(cut)
+        found = runs.at(runs.of_shard(shard))
+        shape = dealt.shape if order is None else tuple(dealt.shape[dim] for dim in order)
+        first = (0,) * len(shape)
     boxes = []
     for start, stop, offset in zip(
         found.start.tolist(), found.stop.tolist(), found.offset.tolist(), strict=True
     ):
         at = offset
         for offsets, sizes in cut_run(shape, start, stop):
-            boxes.append(_in_place(offsets, sizes, at, order))
+            place = tuple(a + b for a, b in zip(first, offsets, strict=True))
+            boxes.append(_in_place(place, sizes, at, order))
             at += math.prod(sizes)
     return boxes
 
 
-def _window(dealt: Dealt, shard: int) -> list[Box]:
+def _window(shape: tuple[int, ...], cut: Cut, shard: int) -> list[Box]:
     """Return the box of a cut of one dim."""
-    shape, extent = dealt.shape, dealt.cut.extent
-    dim = next(d for d in range(len(shape)) if Extent.of(shape, d) == extent)
-    start, stop = dealt.cut.rows(shard)
+    dim = next(d for d in range(len(shape)) if Extent.of(shape, d) == cut.extent)
+    start, stop = cut.rows(shard)
     if start == stop:
         return []
     offsets = tuple(start if each == dim else 0 for each in range(len(shape)))

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from fsdp.engine.layout import Cut, Extent, end_to_end, side_by_side
+from fsdp.reshard.nested import Boxes, NestedRuns
 from fsdp.reshard.runs import Integers, Overlaps, Runs, Stretches, overlaps, whole_cut
 
 
@@ -73,21 +74,31 @@ class Dealt:
 
     Attributes:
         shape: of the whole tensor.
-        cut: which elements each shard holds.
+        cut: which elements each shard holds; cut twice where tensor parallelism is beside.
         ranks: who holds the shards.
         order: in which the elements are enumerated: the dims of the tensor from the outermost to
             the innermost; None: as they are.
     """
 
     shape: tuple[int, ...]
-    cut: Cut
+    cut: Cut | Boxes
     ranks: Ranks
     order: tuple[int, ...] | None = None
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> Runs | NestedRuns:
         """The runs of ``cut``."""
-        return Runs(self.cut)
+        return NestedRuns(self.cut) if isinstance(self.cut, Boxes) else Runs(self.cut)
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of what is cut last: of the first box, or of the whole tensor."""
+        if not isinstance(self.cut, Boxes):
+            return self.shape
+        _, sizes = self.cut.window(0)
+        if self.order is None:
+            return sizes
+        return tuple(sizes[self.order.index(dim)] for dim in range(len(sizes)))
 
     def held(self, shard: int) -> int:
         """Return how many elements a shard holds."""

@@ -39,7 +39,8 @@ def reshard(
     """Copy parameters, buffers and optimizer states from one model into another.
 
     Both are the same plain model, sharded or wrapped in any two ways over any two sets of ranks:
-    flat parameters, DTensors, replicas, plain modules; other worlds, strategies and wrap plans.
+    flat parameters, DTensors, replicas, plain modules, each beside tensor parallelism or not;
+    other worlds, meshes, strategies and wrap plans.
     Afterwards the target is as the source was, with the source's optimizer options; what the
     target's optimizers kept before is gone. Extra state of modules may differ between ranks of the
     source; that of the first is taken.
@@ -61,7 +62,7 @@ def reshard(
             on all ranks, before anything was changed.
         TypeError: what an optimizer or module of the source keeps cannot be pickled; likewise.
         RuntimeError: a model is in forward or backward, or inside ``summon_full_params``; likewise.
-        NotImplementedError: tensors or states that are no cut of one dim; likewise.
+        NotImplementedError: tensors or states that are not cut along their dims; likewise.
     """
     present = told_by_all((source is not None, target is not None), group)
     ranks = ranks_of(group)

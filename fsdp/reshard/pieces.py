@@ -12,18 +12,21 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp.engine.extension import extends
+from fsdp.engine.layout import Cut
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import is_persistent, local_tensor, spec_of
 from fsdp.engine.unit import state_of
 from fsdp.flat_exposure import FlatExposure
-from fsdp.flat_parameter import FLAT_PARAM, FlatParam, flat_params, order_in_memory
+from fsdp.flat_parameter import FLAT_PARAM, FlatParam, order_in_memory
 from fsdp.full_params import check_idle
 from fsdp.plain_names import joined, named_plainly
-from fsdp.reshard.dealt import Dealt, Ranks, by_dim, whole
+from fsdp.reshard.dealt import Dealt, Ranks, whole
+from fsdp.reshard.meshes import dealt_in_unit, dealt_on_mesh
+from fsdp.reshard.telling import own_rank
 from fsdp.wrapper_unit import WrappedUnit
 
 Slot = tuple[nn.Module, str]
@@ -65,7 +68,7 @@ class Piece:
         if self.window is not None:
             return local.narrow(0, *self.window)
         order = self.dealt.order
-        if order is not None and local.shape == self.dealt.shape:
+        if order is not None and local.shape == self.dealt.part:
             return local.permute(order)
         return local
 
@@ -85,7 +88,7 @@ def pieces_of(root: nn.Module, ranks: Sequence[int]) -> list[Piece]:
 
     Raises:
         RuntimeError: a unit is in forward or backward, or opened; nothing was changed.
-        NotImplementedError: a tensor that is sharded in another way than by one cut.
+        NotImplementedError: a tensor that is sharded in another way than by cuts of its dims.
     """
     modules = list(named_plainly(root))
     _check_idle(modules)
@@ -93,14 +96,13 @@ def pieces_of(root: nn.Module, ranks: Sequence[int]) -> list[Piece]:
     everywhere = tables.of([[rank] for rank in ranks])
     flat: dict[Slot, Piece] = {}
     cast: dict[torch.Tensor, torch.dtype] = {}
-    for path, module in modules:
+    for _, module in modules:
         state = state_of(module)
         for group in state.groups if state is not None else ():
             group.to_sharded()
             group.relink()
         if isinstance(module, WrappedUnit):
             cast.update(module._buffer_dtypes)
-            _check_not_cut(path, module)
             for group in module._state.groups:
                 flat.update(_of_flat_group(group, tables))
     found: dict[int, Piece] = {}
@@ -136,23 +138,6 @@ def _check_idle(modules: Iterable[tuple[str, nn.Module]]) -> None:
             ) from error
 
 
-def _check_not_cut(path: str, unit: WrappedUnit) -> None:
-    """Refuse parameters that tensor parallelism has cut before the unit did.
-
-    Raises:
-        NotImplementedError: names the first.
-    """
-    for group in unit._state.groups:
-        for param in flat_params(group.fsdp_params):
-            if param.outer is not None:
-                raise NotImplementedError(
-                    f"'{joined(path, param.info.param_name)}' has placements "
-                    f"{tuple(param.outer.spec.placements)} on {param.outer.spec.mesh}, and is cut "
-                    "once more by its unit; resharding needs one cut over one mesh dim. Save it "
-                    "with torch.distributed.checkpoint, as SHARDED_STATE_DICT."
-                )
-
-
 def _tensors(module: nn.Module, flat: Mapping[Slot, Piece]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what a state dict of the plain module has, in its order, under the plain names."""
     parameters = module._parameters.items()
@@ -177,7 +162,6 @@ class _Tables:
 def _of_flat_group(group: FSDPParamGroup, tables: _Tables) -> dict[Slot, Piece]:
     info, shard, exposure = group.mesh_info, group.shard, group.options.exposure
     flat = exposure.flat if isinstance(exposure, FlatExposure) else None
-    ranks = tables.of(_rows(info))
     found: dict[Slot, Piece] = {}
     for index, param in enumerate(shard.plain):
         assert isinstance(param, FlatParam)
@@ -186,18 +170,21 @@ def _of_flat_group(group: FSDPParamGroup, tables: _Tables) -> dict[Slot, Piece]:
         held = shard.layout.piece(index, info.shard_rank)
         piece = Piece(
             names=(),
-            dealt=Dealt(
-                shape=tuple(param.shape),
-                cut=replace(shard.layout.cuts[index], base=0),
-                ranks=ranks,
-                order=param.order,
-            ),
+            dealt=_dealt_part(param, replace(shard.layout.cuts[index], base=0), info, tables),
             dtype=param.dtype,
             holder=holder,
             window=(held.offset, held.numel) if flat is not None else None,
         )
         found.update(dict.fromkeys(param.info.owners(), piece))
     return found
+
+
+def _dealt_part(param: FlatParam, cut: Cut, info: DataParallelMeshInfo, tables: _Tables) -> Dealt:
+    """Return how a parameter is dealt out of whose part here a unit makes ``cut``."""
+    if param.outer is not None:
+        return dealt_in_unit(param.outer, cut, info, param.order, tables.of)
+    ranks = tables.of(_rows(info))
+    return Dealt(shape=tuple(param.shape), cut=cut, ranks=ranks, order=param.order)
 
 
 def _rows(info: DataParallelMeshInfo) -> list[list[int]]:
@@ -233,18 +220,22 @@ def _alone(
 
 def _dealt_dtensor(tensor: DTensor, name: str, tables: _Tables) -> Dealt:
     spec, local = spec_of(tensor), local_tensor(tensor)
-    cut = [dim for dim, each in enumerate(spec.placements) if type(each) is Shard]
-    others = [each for each in spec.placements if type(each) is not Shard]
-    if len(cut) > 1 or not all(isinstance(each, Replicate) for each in others) or extends(local):
+    dealt = None
+    if not extends(local):
+        dealt = dealt_on_mesh(tensor.shape, spec.mesh, spec.placements, tables.of)
+    if dealt is None:
         raise NotImplementedError(
             f"'{name}' is a {type(local).__name__} with placements {tuple(spec.placements)}; "
-            "resharding needs a plain tensor that is cut on one dim over one mesh dim. Save it "
-            "with torch.distributed.checkpoint."
+            "resharding needs a plain tensor that is cut along its dims, or whole. Save it with "
+            "torch.distributed.checkpoint."
         )
-    mesh = spec.mesh.mesh
-    if not cut:
-        return whole(tensor.shape, tables.of(mesh.reshape(-1, 1).tolist()))
-    size = mesh.shape[cut[0]]
-    rows = mesh.movedim(cut[0], -1).reshape(-1, size).tolist()
-    dim = spec.placements[cut[0]].dim % tensor.dim()  # type: ignore[attr-defined]
-    return by_dim(tensor.shape, tables.of(rows), dim)
+    shard = dealt.ranks.shard_of(own_rank())
+    held = 0 if shard is None else dealt.held(shard)
+    if held != local.numel():
+        raise NotImplementedError(
+            f"'{name}' of shape {tuple(tensor.shape)} with placements {tuple(spec.placements)} on "
+            f"{spec.mesh} has {local.numel()} elements here, and {held} if its dims were cut one "
+            "after another as torch.chunk does. Redistribute it, or save it with "
+            "torch.distributed.checkpoint."
+        )
+    return dealt

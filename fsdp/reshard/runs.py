@@ -8,7 +8,7 @@ tensor lies: offsets count from the start of what the shard holds of this tensor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,15 @@ class Stretches:
     stop: Integers
     shard: Integers
     offset: Integers
+
+    def chosen(self, rows: npt.NDArray[np.bool_] | Integers) -> Stretches:
+        """Return some of the rows."""
+        return Stretches(
+            start=self.start[rows],
+            stop=self.stop[rows],
+            shard=self.shard[rows],
+            offset=self.offset[rows],
+        )
 
 
 class Runs:
@@ -109,7 +118,17 @@ class Overlaps:
     theirs: Stretches
 
 
-def overlaps(mine: Stretches, seen: Integers, other: Runs) -> Overlaps:
+class Numbered(Protocol):
+    """Runs that are numbered in the order of the units of a tensor; see ``Runs``."""
+
+    def at(self, numbers: Integers) -> Stretches:
+        """Return the runs of these numbers."""
+
+    def holding(self, units: Integers) -> Integers:
+        """Return the numbers of the runs that hold these units."""
+
+
+def overlaps(mine: Stretches, seen: Integers, other: Numbered) -> Overlaps:
     """Cut the runs of one side where runs of the other side begin and end.
 
     Args:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fsdp.engine.layout import Cut
 from fsdp.plain_names import joined, named_plainly
 from fsdp.reshard.dealt import Dealt, Ranks
+from fsdp.reshard.nested import Boxes
 from fsdp.reshard.optimizer import OptimizerView, Saved
 from fsdp.reshard.pieces import Piece, pieces_of
 
@@ -29,7 +30,7 @@ class Told:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cut: Cut
+    cut: Cut | Boxes
     rows: tuple[tuple[int, ...], ...]
     order: tuple[int, ...] | None
 

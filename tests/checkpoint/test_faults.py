@@ -154,6 +154,14 @@ def test_a_state_that_was_not_saved_is_refused(tmp_path: Path) -> None:
     named_on_every_rank(errors, ValueError, "has no optimizer state")
 
 
+def test_a_foreign_file_may_be_longer_than_what_is_known_of_it(tmp_path: Path) -> None:
+    """How its tensors are stored is for its writer to say; only the least size is known."""
+    on_ranks(_foreign, 2, path=str(tmp_path / "saved"))
+    lengthen(tmp_path / "saved" / "__0_0.distcp")
+    errors = on_ranks(_refuses, 2, path=str(tmp_path / "saved"), face="fully")
+    named_on_every_rank(errors, ValueError, "has no optimizer state")
+
+
 def test_no_checkpoint_is_refused(tmp_path: Path) -> None:
     errors = on_ranks(_refuses, 2, path=str(tmp_path / "saved"), face="fully")
     named_on_every_rank(errors, FileNotFoundError, "there is no checkpoint at")

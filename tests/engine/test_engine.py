@@ -14,6 +14,8 @@ from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 ENGINE = "tests.engine.adapter"
 LINES_OF_CODE = 40
 

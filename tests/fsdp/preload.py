@@ -1,11 +1,12 @@
 """Imported by the fork server before it forks ranks: what every rank would otherwise do alone.
 
 The first optimizer of a process imports the compiler (seconds) and patches the optimizer classes,
-which a pool takes for a spoilt rank.
+which a pool takes for a spoilt rank. The modules of tests import pytest (a third of a second).
 """
 
 from __future__ import annotations
 
+import pytest  # noqa: F401 - imported for its ranks
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint

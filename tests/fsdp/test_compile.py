@@ -26,7 +26,7 @@ def _whole_model(context: RankContext) -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    model.compile(backend="aot_eager")
+    model.compile(backend="eager")
     _train(model, context)
 
 

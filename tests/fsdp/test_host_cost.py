@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp
 from conformance.ranks import RankContext
 from fsdp import MixedPrecisionPolicy, fully_shard
-from fsdp.wrapper_options import MixedPrecision
-from tests.fsdp.plain import Stack, batch, build
-from tests.fsdp.ranks import agreed
+from fsdp.wrapper import FullyShardedDataParallel as FSDP
+from fsdp.wrapper_gradients import _registered
+from fsdp.wrapper_options import MixedPrecision, ShardingStrategy
+from tests.fsdp.plain import Stack, batch, build, loss_of
+from tests.fsdp.ranks import agreed, on_ranks
 from tests.fsdp.streams import OrderedStreams
 from tests.fsdp.test_training import shard_blocks
-from tests.fsdp.test_wrapper import wrapped
+from tests.fsdp.test_wrapper import ORIGINAL, wrapped
 
 PARAMS = 5  # of a block
 ONCE_A_STEP = {
@@ -49,7 +51,7 @@ WANTED: dict[str, dict[str, int]] = {
 # Ends of both gathers, of what reads the whole parameters or the gathered ones in forward and in
 # backward, of packing, and of the reduction. None of them is made anew ("made").
 EVENTS = {"recorded": 6}
-PYTHON_CALLS = {"composable": 153, "flat": 153, "original": 173}
+PYTHON_CALLS = {"composable": 153, "flat": 145, "original": 169}
 
 
 class Operators(TorchDispatchMode):
@@ -138,3 +140,63 @@ def test_one_more_group_costs_as_many_calls_as_are_named_here(face: str) -> None
     assert found["operators"] == WANTED[face]
     assert found["events"] == EVENTS
     assert found["python"]["calls"] <= PYTHON_CALLS[face]
+
+
+def _opens(context: RankContext, *, original: bool) -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=original)
+    shards = [group.shard.data for state in _states(model) for group in state.groups]
+    with Operators() as operators, FSDP.summon_full_params(model, writeback=False):
+        whole = list(model.parameters())
+    assert not {"aten::copy_", "aten::clone", "aten::empty"} & operators.calls.keys()
+    memory = {shard.untyped_storage().data_ptr() for shard in shards}
+    assert {param.untyped_storage().data_ptr() for param in whole} == memory
+    with FSDP.summon_full_params(model), torch.no_grad():
+        first, second, *_ = model.parameters()
+        first.fill_(3.0)
+        second.data = torch.full_like(second, 4.0)
+    with FSDP.summon_full_params(model):
+        first, second, *_ = model.parameters()
+        assert torch.equal(first, torch.full_like(first, 3.0))
+        assert torch.equal(second, torch.full_like(second, 4.0))
+    moved = next(model.parameters())
+    moved.data = torch.full_like(moved, 5.0)
+    with FSDP.summon_full_params(model):
+        first = next(model.parameters())
+        assert torch.equal(first, torch.full_like(first, 5.0))
+
+
+def _states(model: FSDP) -> list[Any]:
+    return [unit._state for unit in FSDP.fsdp_modules(model)]
+
+
+@ORIGINAL
+def test_a_summon_of_what_nobody_shards_copies_nothing(*, original: bool) -> None:
+    on_ranks(_opens, 2, original=original)
+
+
+def _clips(context: RankContext, *, original: bool) -> None:
+    model = wrapped(use_orig_params=original)
+    model.tied = model.module  # a second way to the same modules
+    registered = list(map(id, model.parameters()))
+    assert list(map(id, _registered(model))) == registered
+    loss_of(model, batch(0, context.rank)).backward()
+    calls: Counter[str] = Counter()
+
+    def seen(frame: FrameType, event: str, _argument: Any) -> None:
+        calls[frame.f_code.co_name] += event == "call"
+
+    with Operators() as operators:
+        sys.setprofile(seen)
+        try:
+            model.clip_grad_norm_(1.0)
+        finally:
+            sys.setprofile(None)
+    assert not {"named_modules", "named_parameters", "modules"} & calls.keys()
+    assert operators.calls["c10d::allreduce_"] == 1
+    assert operators.calls["aten::_foreach_norm"] == operators.calls["aten::_foreach_mul_"] == 1
+    assert sum(operators.calls.values()) <= 16  # however many units there are
+
+
+@ORIGINAL
+def test_a_clip_takes_one_kernel_for_all_gradients_and_no_walk_by_name(*, original: bool) -> None:
+    on_ranks(_clips, 2, original=original)

@@ -144,7 +144,9 @@ def _named_dims(context: RankContext, shard: Any, replicate: Any) -> str:
     return str(model.blocks[0].up.weight.placements)
 
 
-@pytest.mark.parametrize(("shard", "replicate"), [("b", "a"), (("a", "b"), None)])
+@pytest.mark.parametrize(
+    ("shard", "replicate"), [("b", "a"), pytest.param(("a", "b"), None, marks=pytest.mark.long)]
+)
 def test_named_dims_of_a_larger_mesh(shard: Any, replicate: Any) -> None:
     agreed(_named_dims, 4, fresh=True, shard=shard, replicate=replicate)
 
@@ -287,6 +289,7 @@ def _compiled(context: RankContext) -> None:
     compare(model, plain)
 
 
+@pytest.mark.long  # test_more_steps_need_no_more_graphs compiles blocks, and compares parameters
 def test_compiled_blocks_train_like_eager_ones() -> None:
     on_ranks(_compiled, 2, fresh=True)
 

@@ -25,8 +25,7 @@ from fsdp import (
     set_state_dict,
 )
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.checkpoint import save
-from fsdp.reshard import reshard
+from fsdp.checkpoint import load, save
 from tests.fsdp.parallel import (
     PLAN,
     Block,
@@ -36,6 +35,7 @@ from tests.fsdp.parallel import (
     square,
     train,
     train_plain,
+    whole_parameters,
     wrapped,
 )
 from tests.fsdp.plain import build, optimizer_of
@@ -383,16 +383,24 @@ def test_a_sharded_state_goes_through_a_checkpoint_of_torch(tmp_path: Path) -> N
     assert found == ["blocks.0.down.bias"]
 
 
-def _two_cuts(context: RankContext, *, directory: str, how: str) -> list[str]:
+def _through_directory(context: RankContext, *, directory: str, original: bool) -> None:
+    """Save, load into the other kind, one step: the uninterrupted step."""
     mesh = square()
-    model, other = wrapped(mesh), wrapped(mesh)
-    calls = {"reshard": lambda: reshard(model, other), "save": lambda: save(directory, model)}
-    return error_of(calls[how])
+    rank = data_rank(context, mesh)
+    model, other = wrapped(mesh, use_orig_params=original), wrapped(mesh, use_orig_params=True)
+    _, optimizer = train(model, rank, kind="adamw")
+    fresh = optimizer_of(other.parameters(), "adamw")
+    save(directory, model, optimizer)
+    load(directory, other, fresh)
+    losses, _ = train(model, rank, steps=1, first=2, optimizer=optimizer)
+    again, _ = train(other, rank, steps=1, first=2, optimizer=fresh)
+    assert losses == again
+    ours, theirs = whole_parameters(model), whole_parameters(other)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 @LONG
-@pytest.mark.parametrize("how", ["reshard", "save"])
-def test_two_cuts_of_one_tensor_are_not_resharded(*, how: str, tmp_path: Path) -> None:
-    errors = on_ranks(_two_cuts, 4, fresh=True, directory=str(tmp_path / "saved"), how=how)
-    named_on_every_rank(errors, NotImplementedError, "and is cut once more by its unit")
-    assert not (tmp_path / "saved").exists()
+@KINDS
+def test_training_goes_on_from_a_directory(*, original: bool, tmp_path: Path) -> None:
+    directory = str(tmp_path / "saved")
+    on_ranks(_through_directory, 4, fresh=True, directory=directory, original=original)

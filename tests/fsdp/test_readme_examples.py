@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from conformance.ranks import RankContext
+from tests.fsdp.ranks import on_ranks
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BLOCK = r"^```python\n# {}\.py\n(.*?)^```$"
@@ -33,13 +40,44 @@ def losses_of_one_process() -> list[float]:
     return [loss.item() for loss in losses]
 
 
+def script_of(name: str) -> str:
+    (script,) = re.findall(BLOCK.format(name), README.read_text(encoding="utf-8"), re.M | re.S)
+    return str(script)
+
+
+def agree(shown: str) -> None:
+    """Every rank has shown the last loss that one process computes for it."""
+    losses = {int(rank): float(loss) for rank, loss in SHOWN.findall(shown)}
+    assert sorted(losses) == list(range(WORLD)), shown
+    for rank, loss in enumerate(losses_of_one_process()):
+        assert losses[rank] == pytest.approx(loss, abs=2e-4)
+
+
+def _run_script(context: RankContext, name: str) -> str:
+    """What the script prints where the process group is there already."""
+    shown = io.StringIO()
+    given = [mock.patch.object(dist, f"{verb}_process_group") for verb in ("init", "destroy")]
+    with given[0] as made, given[1] as ended, contextlib.redirect_stdout(shown):
+        exec(compile(script_of(name), f"{name}.py", "exec"), {"__name__": "__main__"})
+    assert (made.call_count, ended.call_count) == (1, 1)
+    return shown.getvalue()
+
+
+@pytest.mark.skipif(
+    torch.accelerator.device_count() > 0, reason="there the scripts do not compute on the CPU"
+)
+@pytest.mark.parametrize("name", ["composable", "wrapper"])
+def test_what_the_readme_shows_trains_as_one_process_does(name: str) -> None:
+    agree("".join(on_ranks(_run_script, WORLD, name=name)))
+
+
+@pytest.mark.long
 @pytest.mark.skipif(
     0 < torch.accelerator.device_count() < WORLD, reason="the scripts take one device a rank"
 )
-@pytest.mark.parametrize("name", ["composable", pytest.param("wrapper", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["composable", "wrapper"])
 def test_a_script_of_the_readme_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
-    (script,) = re.findall(BLOCK.format(name), README.read_text(encoding="utf-8"), re.M | re.S)
-    (tmp_path / f"{name}.py").write_text(script)
+    (tmp_path / f"{name}.py").write_text(script_of(name))
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
     done = subprocess.run(
         [sys.executable, *launch, f"{name}.py"],
@@ -49,7 +87,4 @@ def test_a_script_of_the_readme_trains_as_one_process_does(name: str, tmp_path: 
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    shown = {int(rank): float(loss) for rank, loss in SHOWN.findall(done.stdout)}
-    assert sorted(shown) == list(range(WORLD)), done.stdout
-    for rank, loss in enumerate(losses_of_one_process()):
-        assert shown[rank] == pytest.approx(loss, abs=2e-4)
+    agree(done.stdout)

@@ -130,26 +130,30 @@ def test_parameters_with_extensions_are_gathered_in_order() -> None:
         assert found == []
 
 
-def _hybrid(context: RankContext, shape: tuple[int, int]) -> list[Any]:
-    """Replicas are reduced on a stream of their own, here in every second backward."""
+def _hybrid(context: RankContext, shape: tuple[int, int], *, always: bool) -> list[Any]:
+    """Replicas are reduced on a stream of their own, always or in every second backward."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     # Cast when it is handed over, the reduced shard is nobody's but the streams'.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     (model, races), plain = watched(shard_blocks(build(), mesh=mesh, mp_policy=policy)), build()
 
     def before(module: nn.Module, part: int) -> None:
-        module.set_requires_all_reduce(part == 1)
+        module.set_requires_all_reduce(always or part == 1)
 
     with races:
-        train_sharded(model, context.rank, micro=2, before_micro=before)
-    train_plain(plain, context.world_size, micro=2)
+        train_sharded(model, context.rank, steps=2, micro=2, before_micro=before)
+    train_plain(plain, context.world_size, steps=2, micro=2)
     compare(model, plain)
     return [races.found, sorted({s for op, s in races.kernels if op == "c10d::allreduce_"})]
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
-def test_replicas_are_reduced_behind_the_shards(shape: tuple[int, int]) -> None:
-    for found, streams in on_ranks(_hybrid, shape[0] * shape[1], fresh=True, shape=shape):
+@pytest.mark.parametrize(
+    ("shape", "always"),
+    [pytest.param((2, 1), False, marks=pytest.mark.long), ((2, 2), False), ((2, 1), True)],
+)
+def test_replicas_are_reduced_behind_the_shards(shape: tuple[int, int], *, always: bool) -> None:
+    world = shape[0] * shape[1]
+    for found, streams in on_ranks(_hybrid, world, fresh=True, shape=shape, always=always):
         assert found == []
         assert streams == ["all-reduce"]
 

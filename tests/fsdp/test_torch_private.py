@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,9 @@ SOURCE = Path(torch_private.__file__).read_text(encoding="utf-8")
         (DeviceMesh, "_flatten"),
         (torch._C, "_accelerator_getStream"),
         (torch._C, "_current_graph_task_id"),
+        (torch._C, "_set_grad_enabled"),
+        (torch.Tensor, "_backward_hooks"),
+        (torch.ones(1, requires_grad=True).sum().grad_fn, "_register_hook_dict"),
         (torch.autograd.Variable._execution_engine, "queue_callback"),
         (torch_private.ShardedTensor, "_init_from_local_shards_and_global_metadata"),
     ],
@@ -127,6 +131,36 @@ def test_post_accumulate_hooks_are_found() -> None:
     (hook,) = torch_private.post_accumulate_hooks(param)
     hook(param)
     assert calls == [param]
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_hook_without_a_handle_stands_among_those_of_users(*, ours_first: bool) -> None:
+    ran: list[str] = []
+    hooks = {"ours": 2.0, "theirs": 3.0}
+
+    def hooked(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        ran.append(name)
+        return gradient * hooks[name]
+
+    leaf = torch.ones(2, requires_grad=True)
+    result = leaf * 5
+    order = ["ours", "theirs"] if ours_first else ["theirs", "ours"]
+    for name in order:
+        register = torch_private.hook_gradient if name == "ours" else torch.Tensor.register_hook
+        register(result, partial(hooked, name))
+    result.register_hook(partial(hooked, "gone")).remove()
+    result.sum().backward()
+    assert ran == order
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [30.0, 30.0]
+
+
+def test_a_leaf_can_have_a_hook_without_a_handle() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    torch_private.hook_gradient(leaf, lambda gradient: gradient * 7)
+    leaf.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [7.0, 7.0]
 
 
 def test_chunk_cat_pads_and_casts() -> None:

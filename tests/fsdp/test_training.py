@@ -73,6 +73,10 @@ def test_training_equals_the_unsharded_model(world: int, variant: str) -> None:
     assert all(losses[0] != losses[-1] for losses in values)
 
 
+def test_parameters_that_are_cut_along_another_dim_train_alike() -> None:
+    on_ranks(_parity, 2, variant="largest_dim", kind="sgd")
+
+
 def _uneven(context: RankContext) -> None:
     model = shard_blocks(build())
     train_sharded(model, context.rank, kind="sgd")

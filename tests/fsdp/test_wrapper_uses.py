@@ -516,19 +516,23 @@ def _compiled(context: RankContext, *, original: bool) -> None:
     compiled = torch.compile(model, backend="eager")
     optimizer = optimizer_of(model.parameters())
     losses = []
-    for step in range(3):
+    for step in range(2):
         loss = loss_of(compiled, batch(step, context.rank))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    wanted = train_plain(plain, context.world_size)
+    wanted = train_plain(plain, context.world_size, steps=2)
     agrees(model, plain)
     if context.rank == 0:
         torch.testing.assert_close(losses, wanted, rtol=2e-6, atol=2e-6)
 
 
-@ORIGINAL
+@pytest.mark.parametrize(
+    "original",
+    [pytest.param(False, marks=pytest.mark.long), True],
+    ids=["flat", "original"],
+)
 def test_a_compiled_wrapper_trains_alike(*, original: bool) -> None:
     on_ranks(_compiled, 2, original=original, fresh=True)
 

@@ -130,6 +130,27 @@ def test_replicas_save_and_load_the_same(*, original: bool, pair: bool) -> None:
     on_ranks(_hybrid, 4, original=original, pair=pair, fresh=True)
 
 
+def _stays(context: RankContext, *, original: bool) -> int:
+    """What stays on the device is what is moved to the host, whichever way it was put together."""
+    model, optimizer = _trained(context, original=original)
+    full = FSDP.optim_state_dict(model, optimizer)
+    before = count(context, "broadcast")
+    with form(model, FULL, offload_to_cpu=False):
+        found = FSDP.optim_state_dict(model, optimizer)
+    assert found["param_groups"] == full["param_groups"]
+    assert list(found["state"]) == list(full["state"])
+    assert_equal(found["state"], full["state"])
+    return count(context, "broadcast") - before
+
+
+@ORIGINAL
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_stays_on_the_device_is_what_is_moved(*, world: int, original: bool) -> None:
+    # The last states of the last units are sent to their place, and not all of them are.
+    sent = on_ranks(_stays, world, original=original)
+    assert min(sent) > 0
+
+
 def _apart(context: RankContext, *, original: bool, offload: bool, no_shard: bool) -> None:
     """The result has memory of its own: training on does not change it."""
     given = {"sharding_strategy": ShardingStrategy.NO_SHARD} if no_shard else {}

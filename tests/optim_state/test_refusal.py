@@ -202,6 +202,53 @@ def test_the_optimizers_of_torch_are_known_to_work_element_by_element(name: str)
     assert torch.equal(param, torch.ones(3))
 
 
+class MadeAtOnce(torch.optim.Optimizer):
+    """Its states are made with it, as Adagrad's of torch 2.11, and no step could make them."""
+
+    def __init__(self, params: Any, start: float | None = 2.0) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for param in self.param_groups[0]["params"]:
+            sums = torch.arange(float(param.numel())).view_as(param)
+            sums = sums if start is None else torch.full_like(param, start)
+            self.state[param] = {"sum": sums, "step": torch.tensor(0.0), "name": "sum"}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["step"] += 1
+            state["sum"].add_(param.grad**2)
+            param.sub_(0.1 * param.grad / state["sum"].sqrt() / state["step"])
+
+
+class NormMadeAtOnce(MadeAtOnce):
+    """Its sum is of all elements."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"].add_((param.grad**2).sum())
+            param.sub_(0.1 * param.grad / self.state[param]["sum"].sqrt())
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (MadeAtOnce, True),
+        (NormMadeAtOnce, False),
+        (lambda params: MadeAtOnce(params, None), None),  # another one for each element
+        (lambda params: MadeAtOnce([*params, nn.Parameter(torch.ones(0))]), True),
+    ],
+)
+def test_states_that_no_step_makes_are_tried_from_what_they_start_with(
+    make: Any, *, expected: bool | None
+) -> None:
+    optimizer = make([nn.Parameter(torch.ones(3))])
+    before = str(optimizer.state_dict())
+    assert is_elementwise(optimizer, optimizer.param_groups[0], CPU) is expected
+    assert str(optimizer.state_dict()) == before
+
+
 def test_an_optimizer_is_tried_as_it_is_used() -> None:
     """A scheduler and a gradient scaler leave things on the optimizer that a trial must not use."""
     param = nn.Parameter(torch.ones(3))

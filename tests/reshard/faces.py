@@ -111,12 +111,20 @@ ALL = [
 
 
 def made(
-    face: str, ranks: Sequence[int], seed: int = 7, model: nn.Module | None = None
+    face: str,
+    ranks: Sequence[int],
+    seed: int = 7,
+    model: nn.Module | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> nn.Module | None:
-    """The model in form ``face`` over ``ranks``; None on other ranks. Collective over all."""
+    """The model in form ``face`` over ``ranks``; None on other ranks. Collective over all.
+
+    ``group``: of these ranks, where making one for each model would take long.
+    """
     if face in ("hybrid", "fully_hybrid"):
         return _hybrid(face, ranks, seed)
-    group = dist.new_group(list(ranks))
+    if group is None:
+        group = dist.new_group(list(ranks))
     if dist.get_rank() not in ranks:
         return None
     module = (plain(seed) if model is None else model).to(default_device())

@@ -36,6 +36,20 @@ def chunked(name: str, shape: Sequence[int], ranks: Sequence[Sequence[int]], dim
     return found
 
 
+def part(labels: Any, dim: int, parts: int, index: int) -> Any:
+    """The part of an array that a cut of one dim into equal steps leaves to one of several."""
+    step = -(-labels.shape[dim] // parts)
+    start = min(index * step, labels.shape[dim])
+    stop = min(start + step, labels.shape[dim])
+    return labels.take(range(start, stop), axis=dim)
+
+
+def box(shape: Sequence[int], dim: int | None, parts: int, index: int) -> Any:
+    """The labels of a part of a tensor, as an array; of all of it if no dim is cut."""
+    labels = np.arange(math.prod(shape)).reshape(tuple(shape))
+    return labels if dim is None else part(labels, dim, parts, index)
+
+
 def end_to_end(
     tensors: Mapping[str, list[int]], ranks: Sequence[Sequence[int]], align: int
 ) -> Labels:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from fsdp.reshard.boxes import boxes_of, cut_run
-from tests.draws import draws
-from tests.reshard.test_plan import SLOW, Side, sides
+from tests.reshard.test_plan import MANY, PARTS, SLOW, Side, sides
 
 
 def elements(both: tuple[Side, Side]) -> None:
@@ -32,17 +31,11 @@ def elements(both: tuple[Side, Side]) -> None:
             assert found == tensors.get(name, [])
 
 
-@given(sides())
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
-def test_boxes_hold_what_the_shard_holds(both: tuple[Side, Side]) -> None:
-    elements(both)
-
-
-@pytest.mark.long
 @pytest.mark.property
-@given(sides())
-@settings(max_examples=draws(integers=True), deadline=None, suppress_health_check=SLOW)
-def test_boxes_hold_what_the_shard_holds_in_all_draws(both: tuple[Side, Side]) -> None:
+@pytest.mark.parametrize("part", PARTS)
+@given(both=sides())
+@settings(max_examples=MANY, deadline=None, suppress_health_check=SLOW)
+def test_boxes_hold_what_the_shard_holds(part: int, both: tuple[Side, Side]) -> None:
     elements(both)
 
 

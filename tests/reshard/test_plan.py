@@ -14,14 +14,19 @@ from hypothesis import strategies as st
 
 from fsdp.reshard.dealt import Dealt, Ranks, by_dim, flat, whole
 from fsdp.reshard.moves import Moves
+from fsdp.reshard.nested import Boxes
 from fsdp.reshard.plan import Plan
 from fsdp.reshard.rounds import rounds_of
-from tests.draws import draws
+from tests.draws import draws, sharing
 from tests.reshard import labels
 from tests.reshard.labels import Labels
 
 Side = tuple[dict[str, Dealt], Labels]
 KINDS = ("flat", "aligned", "dim 0", "last dim", "whole")
+NESTED = ("flat in boxes", "boxes")
+SHARE = 10
+PARTS = sharing(SHARE)  # tests of one law: a worker each
+MANY = draws(75, integers=True, parts=SHARE)
 
 
 def side(kind: str, shapes: dict[str, Any], ranks: Any, orders: dict[str, Any]) -> Side:
@@ -39,9 +44,65 @@ def side(kind: str, shapes: dict[str, Any], ranks: Any, orders: dict[str, Any]) 
             labels.whole(n, labels.enumerated(s, orders.get(n)), ranks) for n, s in shapes.items()
         ]
         return dealt, labels.merged(parts)
+    if kind == "flat in boxes":
+        return _flat_in_boxes(shapes, ranks, orders)
+    if kind == "boxes":
+        return _boxes(shapes, ranks)
     dims = {n: 0 if kind == "dim 0" else len(s) - 1 for n, s in shapes.items()}
     dealt = {n: by_dim(s, where, dims[n]) for n, s in shapes.items()}
     parts = [labels.chunked(n, s, ranks, dims[n]) for n, s in shapes.items()]
+    return dealt, labels.merged(parts)
+
+
+def _outer(ranks: Any) -> int:
+    """Over how many ranks tensor parallelism cuts: the smallest that leaves a whole number."""
+    shards = len(ranks[0])
+    return next((n for n in range(2, shards + 1) if shards % n == 0), 1)
+
+
+def _flat_in_boxes(shapes: dict[str, Any], ranks: Any, orders: dict[str, Any]) -> Side:
+    """Boxes of what divides, and the rest whole, end to end in one flat parameter of each box."""
+    outer = _outer(ranks)
+    inner = len(ranks[0]) // outer
+    dims = {n: len(s) - 1 for n, s in shapes.items() if s[-1] % outer == 0}
+    local = {n: (*s[:-1], s[-1] // outer) if n in dims else s for n, s in shapes.items()}
+    rows = [row[i * inner : (i + 1) * inner] for row in ranks for i in range(outer)]
+    dealt = flat(local, Ranks(rows))
+    for name, dim in dims.items():
+        order = orders.get(name, tuple(range(len(shapes[name]))))
+        boxes = Boxes(
+            shape=tuple(shapes[name][d] for d in order),
+            chunks=((order.index(dim), outer),),
+            inner=dealt[name].cut,
+            inner_shards=inner,
+        )
+        dealt[name] = replace(dealt[name], shape=shapes[name], cut=boxes, ranks=Ranks(ranks))
+    dealt = {name: replace(each, order=orders.get(name)) for name, each in dealt.items()}
+    parts = []
+    for number, row in enumerate(rows):
+        held = {n: labels.box(s, dims.get(n), outer, number % outer) for n, s in shapes.items()}
+        kept = tuple(range(8))
+        tensors = {
+            n: list(box.transpose(orders.get(n, kept[: box.ndim])).ravel())
+            for n, box in held.items()
+        }
+        parts.append(labels.end_to_end(tensors, [row], 1))
+    return dealt, labels.merged(parts)
+
+
+def _boxes(shapes: dict[str, Any], ranks: Any) -> Side:
+    """Cut on the last dim, and what that leaves on dim 0."""
+    outer = _outer(ranks)
+    inner = len(ranks[0]) // outer
+    dealt, parts = {}, []
+    for name, shape in shapes.items():
+        cut = Boxes(shape=shape, chunks=((len(shape) - 1, outer), (0, inner)))
+        dealt[name] = Dealt(shape=shape, cut=cut, ranks=Ranks(ranks))
+        for row in ranks:
+            for index, rank in enumerate(row):
+                first = labels.box(shape, len(shape) - 1, outer, index // inner)
+                held = labels.part(first, 0, inner, index % inner)
+                parts.append({rank: {name: list(held.ravel())}})
     return dealt, labels.merged(parts)
 
 
@@ -60,7 +121,7 @@ def sides(draw: st.DrawFn) -> tuple[Side, Side]:
             names = names[size:]
         parts = []
         for group in groups:
-            kind = draw(st.sampled_from(KINDS))
+            kind = draw(st.sampled_from((*KINDS, *NESTED)))
             world = draw(st.integers(1, 8))
             divisors = [n for n in range(1, world + 1) if world % n == 0]
             replicas = draw(st.sampled_from(divisors))
@@ -69,7 +130,7 @@ def sides(draw: st.DrawFn) -> tuple[Side, Side]:
             orders = {
                 name: tuple(draw(st.permutations(range(len(shape)))))
                 for name, shape in group.items()
-                if "dim" not in kind and draw(st.integers(0, 3)) == 0
+                if kind not in ("dim 0", "last dim", "boxes") and draw(st.integers(0, 3)) == 0
             }
             parts.append(side(kind, group, ranks, orders))
         dealt = {name: each for part, _ in parts for name, each in part.items()}
@@ -137,24 +198,21 @@ def test_a_round_may_lie_on_one_rank() -> None:
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@given(sides(), st.integers(1, 4))
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
-def test_every_element_arrives_once(both: tuple[Side, Side], host_size: int) -> None:
-    check(*both, host_size)
-
-
-@pytest.mark.long
 @pytest.mark.property
-@given(sides(), st.integers(1, 4))
-@settings(max_examples=draws(integers=True), deadline=None, suppress_health_check=SLOW)
-def test_every_element_arrives_once_in_all_draws(both: tuple[Side, Side], host_size: int) -> None:
+@pytest.mark.parametrize("part", PARTS)
+@given(both=sides(), host_size=st.integers(1, 4))
+@settings(max_examples=MANY, deadline=None, suppress_health_check=SLOW)
+def test_every_element_arrives_once(part: int, both: tuple[Side, Side], host_size: int) -> None:
     check(*both, host_size)
 
 
 @pytest.mark.property
-@given(sides(), st.integers(1, 40))
-@settings(max_examples=draws(50, integers=True), deadline=None, suppress_health_check=SLOW)
-def test_rounds_move_everything_and_stay_small(both: tuple[Side, Side], limit: int) -> None:
+@pytest.mark.parametrize("part", PARTS)
+@given(both=sides(), limit=st.integers(1, 40))
+@settings(max_examples=MANY, deadline=None, suppress_health_check=SLOW)
+def test_rounds_move_everything_and_stay_small(
+    part: int, both: tuple[Side, Side], limit: int
+) -> None:
     check_rounds(*both, limit)
 
 
@@ -174,8 +232,8 @@ def test_all_pairs_of_worlds(one: int, other: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("other", WORLDS, ids=lambda n: f"to{n}")
 @pytest.mark.parametrize("one", WORLDS, ids=lambda n: f"from{n}")
-@pytest.mark.parametrize("second", KINDS)
-@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", [*KINDS, *NESTED])
+@pytest.mark.parametrize("first", [*KINDS, *NESTED])
 def test_all_pairs_of_worlds_and_kinds(first: str, second: str, one: int, other: int) -> None:
     source = side(first, SHAPES, [list(range(one))], {})
     target = side(second, SHAPES, [list(range(other))], {})
@@ -183,9 +241,10 @@ def test_all_pairs_of_worlds_and_kinds(first: str, second: str, one: int, other:
 
 
 @pytest.mark.property
-@given(sides())
-@settings(max_examples=draws(50, integers=True), deadline=None, suppress_health_check=SLOW)
-def test_there_and_back_is_the_identity(both: tuple[Side, Side]) -> None:
+@pytest.mark.parametrize("part", PARTS)
+@given(both=sides())
+@settings(max_examples=MANY, deadline=None, suppress_health_check=SLOW)
+def test_there_and_back_is_the_identity(part: int, both: tuple[Side, Side]) -> None:
     (one, held), (other, _) = both
     there, back = Plan(one, other), Plan(other, one)
     zeros = {r: {n: [-1] * len(v) for n, v in t.items()} for r, t in both[1][1].items()}

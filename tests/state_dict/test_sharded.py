@@ -206,7 +206,7 @@ class Peak(CpuMeter):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peak = max(self.peak, self._now())
+        self.peak = max(self.peak, self.uncollected())
         return result
 
 
