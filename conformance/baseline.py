@@ -174,6 +174,10 @@ class Baseline(InMemory, DataParallelAdapter):
         """This rank's own gradients before reduction, FQN to tensor."""
         return by_fqn(self.bare(w), cast(Observed, w).total)
 
+    def newest_gradients(self, w: Wrapped) -> dict[str, Tensor]:
+        """The same, of the newest micro-batch alone."""
+        return by_fqn(self.bare(w), cast(Observed, w).newest)
+
     def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
         """What reduction would leave if the newest micro-batch were the only one."""
         own = cast(Observed, w)

@@ -52,6 +52,7 @@ class Cause(StrEnum):
     OTHER_COLLECTIVE = "other-collective"
     NOT_SHARDED = "not-sharded"
     NOT_FREED = "not-freed"
+    NOT_RESTORED = "not-restored"
     CHANGED_BY_EVAL = "changed-by-eval"
     NON_FINITE = "non-finite"
     EXCEPTION = "exception"
@@ -103,6 +104,7 @@ MEANING: dict[Cause, str] = {
     Cause.OTHER_COLLECTIVE: "ranks issued different collectives",
     Cause.NOT_SHARDED: "every rank holds everything",
     Cause.NOT_FREED: "memory is not given back",
+    Cause.NOT_RESTORED: "global state is not put back",
     Cause.CHANGED_BY_EVAL: "an evaluation pass changed the training state",
     Cause.NON_FINITE: "not a finite number",
     Cause.EXCEPTION: "an exception",

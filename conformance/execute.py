@@ -173,24 +173,31 @@ def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
     The three runs are dealt to the ranks, which know nothing of each other: no collective. Of a
     case with two jobs, each run is both.
     """
-    for name, flavour in list(ORACLE_RUNS.items())[context.rank :: context.world_size]:
-        kept: dict[Path, tuple[Any, Any]] = {}
-        states = None
-        for job in request.jobs():
-            adapter = VirtualRanks(
-                job.ranks,
-                request.conventions,
-                frozenset(request.capabilities),
-                seed=request.seed,
-                reverse=flavour.reverse,
-                saved=kept,
-            )
-            carrier = Held(world=job.ranks, states=states)
-            directory = of_job(Path(request.directory) / name, second=job.second)
-            with VirtualWriter(directory, job.ranks) as writer:
-                batch = virtual_batches(job, context.device, flavour.dtype)
-                run_truth(job, name, context.device, adapter, writer, batch, carrier)
-            states = carrier.states
+    mine = list(ORACLE_RUNS.items())[context.rank :: context.world_size]
+    with context.recorder.off():
+        for name, flavour in mine:
+            _run_virtual(context, request, name, flavour)
+
+
+def _run_virtual(context: RankContext, request: OracleRequest, name: str, flavour: Flavour) -> None:
+    """One of the three runs of the oracle, with both jobs of a case that has two."""
+    kept: dict[Path, tuple[Any, Any]] = {}
+    states = None
+    for job in request.jobs():
+        adapter = VirtualRanks(
+            job.ranks,
+            request.conventions,
+            frozenset(request.capabilities),
+            seed=request.seed,
+            reverse=flavour.reverse,
+            saved=kept,
+        )
+        carrier = Held(world=job.ranks, states=states)
+        directory = of_job(Path(request.directory) / name, second=job.second)
+        with VirtualWriter(directory, job.ranks) as writer:
+            batch = virtual_batches(job, context.device, flavour.dtype)
+            run_truth(job, name, context.device, adapter, writer, batch, carrier)
+        states = carrier.states
 
 
 def run_baseline(context: RankContext, *, request: OracleRequest) -> None:

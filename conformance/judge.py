@@ -8,10 +8,11 @@ from typing import Any
 
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Check, Evidence, Ledger
-from conformance.checks.evidence import blocked_by
+from conformance.checks.evidence import blocked_by, raised
+from conformance.frames import first_line, user_part
 from conformance.history import NotObserved
 from conformance.ranks import RankVerdict
-from conformance.verdicts import Verdict
+from conformance.verdicts import REFUSED, Verdict
 
 LOSS_MUST_MOVE = 1e-3
 """A loss that moves by less than this fraction over a scenario proves nothing."""
@@ -102,8 +103,8 @@ def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:
         check="run.completed",
         verdict=Verdict.FAIL,
         cause=Cause.EXCEPTION,
-        sentence=f"phase {phase.name!r} raised on rank {rank}: {first_line(phase.error)}",
-        where={"rank": rank, "phase": phase.name},
+        sentence=raised(rank, phase),
+        where={"rank": rank, "phase": phase.name, "traceback": user_part(phase.traceback)},
         moment=(phase.ordinal, 0),
     )
 
@@ -120,7 +121,7 @@ def refusal(evidence: Evidence, ran: Ran) -> str | None:
             for history in evidence.history.ranks
         ]
         if all(error and error.split(":", 1)[0].rpartition(".")[2] in kinds for error in errors):
-            return f"refused at build: {first_line(errors[0])}"
+            return f"{REFUSED}: {first_line(errors[0])}"
     return None
 
 
@@ -147,7 +148,7 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
             sentence=f"none is claimed of {', '.join(sorted(check.any_of))}",
         )
     if refusal(evidence, ran) is not None:
-        return Judgement(check=check.id, verdict=Verdict.UNSUPPORTED, sentence="refused at build")
+        return Judgement(check=check.id, verdict=Verdict.UNSUPPORTED, sentence=REFUSED)
     assert check.judge is not None, f"{check.id} is not judged from a history"
     ledger = Ledger()
     missing: NotObserved | None = None
@@ -169,6 +170,8 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
         )
     if missing is not None:
         return _without_observation(check, evidence, ran, missing)
+    if not ledger.comparisons and ran.verdict is not RankVerdict.OK:
+        return _cut_off(check, evidence, ran)
     if not ledger.comparisons:
         return Judgement(
             check=check.id, verdict=Verdict.VACUOUS, sentence="nothing was there to compare"
@@ -192,7 +195,8 @@ def _without_observation(
             check=check.id,
             verdict=Verdict.FAIL,
             cause=Cause.EXCEPTION,
-            sentence=first_line(sentence),
+            sentence=sentence,
+            where=missing.where,
             moment=(_last_phase(evidence), 1),
         )
     if ran.verdict is RankVerdict.OK:
@@ -203,8 +207,14 @@ def _without_observation(
             sentence=f"the wrapper's run lacks {missing}",
             moment=(_last_phase(evidence), 1),
         )
-    reason = sentence if evidence.history.failed_phase() else ran.sentence
-    return Judgement(check=check.id, verdict=Verdict.BLOCKED, sentence=first_line(reason))
+    return _cut_off(check, evidence, ran)
+
+
+def _cut_off(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
+    """What is said of a check that has seen nothing of a run that ended early."""
+    failed = evidence.history.failed_phase()
+    reason = first_line(ran.sentence) if failed is None else raised(*failed)
+    return Judgement(check=check.id, verdict=Verdict.BLOCKED, sentence=reason)
 
 
 def below_the_floor(evidence: Evidence) -> str:
@@ -224,8 +234,3 @@ def below_the_floor(evidence: Evidence) -> str:
 
 def _last_phase(evidence: Evidence) -> int:
     return max((p.ordinal for h in evidence.history.ranks for p in h.phases), default=0)
-
-
-def first_line(text: str | None) -> str:
-    """The first line of a message, at most 300 characters."""
-    return (text or "").strip().split("\n", 1)[0][:300]

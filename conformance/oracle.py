@@ -245,6 +245,10 @@ class VirtualRanks(InMemory):
         """Every rank's own gradients before reduction, FQN to tensor."""
         return PerRank(tuple(by_fqn(w.module, grads) for grads in w.native.gradients))
 
+    def newest_gradients(self, w: Wrapped) -> PerRank:
+        """The same, of the newest micro-batch alone."""
+        return PerRank(tuple(by_fqn(w.module, grads) for grads in w.native.last_micro))
+
     def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
         """What reduction would leave if the newest micro-batch were the only one."""
         return by_fqn(w.module, self.reduced(w, w.native.last_micro))
@@ -321,7 +325,10 @@ def _clone_buffers(module: nn.Module) -> dict[BufferKey, Tensor | None]:
 def _seeded(seed: int, rank: int) -> tuple[Tensor, Tensor | None]:
     """Generator states as a rank has them after `torch.manual_seed` with its own seed."""
     with torch.random.fork_rng():
-        torch.manual_seed(rank_seed(seed, rank))
+        if torch.accelerator.is_available():
+            torch.manual_seed(rank_seed(seed, rank))
+        else:  # torch.manual_seed would note its caller's stack for every absent accelerator
+            torch.default_generator.manual_seed(rank_seed(seed, rank))
         return _rng_state()
 
 

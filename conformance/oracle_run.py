@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.adapter import LossFn, OptimizerFactory, Wrapped, named_parameters, to_cpu
-from conformance.oracle import trainable
+from conformance.oracle import trainable, units_of
 from conformance.scenarios.run import Clip, Run, Watch
 
 
@@ -32,6 +32,9 @@ class Truth(Protocol):
     def rank_gradients(self, w: Wrapped) -> Any:
         """Each rank's own gradients before reduction, FQN to tensor."""
 
+    def newest_gradients(self, w: Wrapped) -> Any:
+        """The same, of the newest micro-batch alone."""
+
     def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
         """What reduction would leave if the newest micro-batch were the only one."""
 
@@ -43,11 +46,13 @@ class OracleWatch(Watch):
     Attributes:
         of_rank: every rank's own gradients.
         last_micro: what reduction would leave of the newest micro-batch alone.
+        of_micro: every rank's own gradients of each micro-batch of the first step.
         doubled: what would be left if every backward added to what was there what was there.
     """
 
     of_rank: Any = None
     last_micro: Any = None
+    of_micro: list[Any] = field(default_factory=list)
     doubled: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, moment: str, index: int = 0) -> None:
@@ -55,6 +60,8 @@ class OracleWatch(Watch):
         super().__call__(moment, index)
         truth = cast(Truth, self.run.adapter)
         if moment == "backward" and self.run.case.accumulation > 1:
+            if self.step == 0:
+                self.of_micro.append(truth.newest_gradients(self.wrapped))
             newest = truth.reduced_last_micro(self.wrapped)
             before = {fqn: 2 * gradient for fqn, gradient in self.doubled.items()}
             added = {k: newest[k] + before[k] if k in before else newest[k] for k in newest}
@@ -115,21 +122,32 @@ class OracleRun(Run):
         if isinstance(seen, OracleWatch):
             self.writer.write("gradients_of_rank", seen.of_rank, step=step)
             self.writer.write("gradients_last_micro", seen.last_micro, step=step)
+            for micro, own in enumerate(seen.of_micro):
+                self.writer.write("gradients_of_micro", own, step=step, micro=micro)
             if seen.doubled:
                 self.writer.write("gradients_doubled", seen.doubled, step=step)
 
     def _stale_losses(self, w: Wrapped, step: int) -> None:
-        """Losses of this step's batches with the parameters of the step before."""
+        """Losses of this step's batches with the parameters of the step before.
+
+        In the second step also with those of one unit alone, for the first micro-batch.
+        """
         if self._before is None:
             return
         truth = cast(Truth, self.adapter)
         stale = copy.deepcopy(self.adapter.bare(w))
+        now = [p.detach().clone() for p in stale.parameters()]
         with torch.no_grad(), torch.random.fork_rng():
-            for parameter, value in zip(stale.parameters(), self._before, strict=True):
-                parameter.copy_(value)
+            _overwrite(stale.parameters(), self._before)
             for micro, batch in enumerate(self.micro_batches(step)):
                 losses = truth.losses_of(stale, batch, self.model.loss)
                 self.writer.write("stale_loss", losses, step=step, micro=micro)
+            units = positions_of_units(stale, self.model.units) if step == 1 else {}
+            for unit, inside in units.items() if len(units) > 1 else ():
+                mixed = [self._before[i] if i in inside else now[i] for i in range(len(now))]
+                _overwrite(stale.parameters(), mixed)
+                losses = truth.losses_of(stale, self.batch(step, 0), self.model.loss)
+                self.writer.write("stale_loss_of_unit", losses, step=step, micro=0, unit=unit)
 
     def _big_batch(self, w: Wrapped) -> dict[str, Tensor | None]:
         """Reduced gradient of one batch that holds all micro-batches of the step."""
@@ -142,3 +160,20 @@ class OracleRun(Run):
             fqn: None if by_id.get(id(p)) is None else to_cpu(cast(Tensor, by_id[id(p)]))
             for fqn, p in named_parameters(module)
         }
+
+
+def positions_of_units(
+    module: nn.Module, units: tuple[type[nn.Module], ...]
+) -> dict[str, set[int]]:
+    """Path of each unit to the positions of its trainable parameters among all of `module`'s."""
+    own = iter(units_of(module, units))
+    found: dict[str, set[int]] = {}
+    for position, parameter in enumerate(module.parameters()):
+        if parameter.requires_grad:
+            found.setdefault(next(own), set()).add(position)
+    return found
+
+
+def _overwrite(parameters: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

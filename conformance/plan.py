@@ -82,6 +82,9 @@ CHECKPOINTS: Mapping[Depth, tuple[tuple[str, str], ...]] = {
     Depth.WIDE: (("full", "explicit"), ("sharded", "default"), ("local", "default")),
     Depth.NARROW: (("sharded", "default"),),
 }
+UNASKED = frozenset({"uneven"})
+"""Traits of models that take a full state in the wrapper's own options, not in explicit ones: with
+several parameters of one shape, of which those options may mistake one for another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +255,8 @@ def _checkpoints(
     if SCENARIOS[training_of(model)].needs - capabilities:
         return
     for kind, options in CHECKPOINTS[depth]:
+        if depth is Depth.WIDE and kind == "full" and model.traits & UNASKED:
+            options = "default"
         if capabilities.issuperset(state_claims(kind)):
             yield Case.of(model.name, "checkpoint", kind=kind, options=options)
     if "save" in capabilities and depth is not Depth.NARROW:

@@ -35,10 +35,14 @@ class Kill(StrEnum):
     FALSE_ALARM = "false alarm"
     WORLD_TOO_SMALL = "world too small"
     OTHER_DEVICE = "other device"
+    TOO_FEW_DEVICES = "too few devices"
     ERROR = "error"
 
 
-GOOD = frozenset({Kill.KILLED, Kill.WORLD_TOO_SMALL, Kill.OTHER_DEVICE})
+LEFT_OUT = frozenset({Kill.WORLD_TOO_SMALL, Kill.OTHER_DEVICE, Kill.TOO_FEW_DEVICES})
+"""Nothing was run, for a reason that lies in the setting or the machine."""
+
+GOOD = frozenset({Kill.KILLED}) | LEFT_OUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,9 @@ def measure(session: Session, mutant: Mutant) -> Diagonal:
     if not mutant.shows_on(session.setting.device):
         return _result(mutant, Kill.OTHER_DEVICE, sentence="shows on an accelerator")
     try:
+        beyond = session.beyond(Case.parse(mutant.case))
+        if beyond:
+            return _result(mutant, Kill.TOO_FEW_DEVICES, sentence=beyond)
         base = _findings(session, mutant, planted=False)
         mutated = _findings(session, mutant, planted=True)
     except Exception as error:  # one mutant's trouble must not hide the results of the others

@@ -28,22 +28,13 @@ from conformance.execute import (
     run_oracle,
 )
 from conformance.judge import Ran
+from conformance.preload import PRELOAD
 from conformance.ranks import Job, Outcome, RankPool, RankVerdict
 from conformance.ranks.leases import leases_of
 from conformance.scenarios.resume import second_world
 from conformance.stored import Stored, judge_stored
 from conformance.subject import Subject
 from conformance.verdicts import Finding
-
-PRELOAD = (
-    "conformance.execute",
-    "torch._dynamo",
-    "conformance.adapters.torch_fsdp2",
-    "conformance.adapters.fsdp_composable",
-    "conformance.adapters.fsdp_wrapper",
-)
-"""Imported once, before ranks are forked. The first optimizer of a process imports dynamo, which
-alone would cost every fresh rank two seconds, and a wrapper's own modules a quarter of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +170,7 @@ class Session:
             seed=setting.seed,
             baseline=setting.baseline,
             second_world=second_world(case, setting.world),
-            unsupported=self._beyond(case),
+            unsupported=self.beyond(case),
         )
         if not stored.unsupported:
             oracle = self._oracle(case, stored.conventions, stored.capabilities)
@@ -187,7 +178,7 @@ class Session:
             stored = self._jobs(stored, directory, timeout or setting.timeout)
         stored.write(directory)
 
-    def _beyond(self, case: Case) -> str:
+    def beyond(self, case: Case) -> str:
         """Why this machine cannot run a case; empty if it can."""
         world, leases = second_world(case, self.setting.world), leases_of(self.setting.device)
         if world is None or leases is None or world <= len(leases):

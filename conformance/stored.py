@@ -24,6 +24,10 @@ from conformance.subject import Subject
 from conformance.tolerance import Oracle
 from conformance.verdicts import Finding, finding_id
 
+ORACLES_KEPT = 128
+"""Cases whose oracle stays read, with the bounds measured so far: the variants of an adapter take
+the same cases one after the other. A megabyte each, of the models that there are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -113,7 +117,7 @@ def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[F
     return [_finding(stored, judgement) for judgement in judge(evidence, stored.ran, checks)]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=ORACLES_KEPT)
 def _read_oracle(directory: Path, world: int, second_world: int | None) -> Oracle:
     return Oracle(
         **{name: _read_truth(directory / name, world, second_world) for name in ORACLE_RUNS}

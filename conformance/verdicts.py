@@ -53,6 +53,9 @@ WORST_FIRST = (
 COMPLETED = "run.completed"
 """The check that every rank ran its scenario to the end; judged on every case."""
 
+REFUSED = "refused at build"
+"""How the sentence of a case begins that the adapter does not take."""
+
 EXIT_OK = 0
 EXIT_BAD = 1
 EXIT_UNDECIDED = 2

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+
+from tests.draws import SWITCH
+from tests.laws import Lines
 
 # Before anything imports torch: the models are tiny, and threads that wait for each other on two
 # busy cores cost more than they compute.
@@ -24,8 +28,13 @@ MATRICES = {
     *("test_torch_wrappers", "test_covering"),
 }
 """Folders, and files in others."""
-CHEAP = {"test_errors", "test_wrapper_errors"}
-"""Files in these folders whose cells train nothing: each is an error before anything happens."""
+CHEAP = {
+    *("test_errors", "test_wrapper_errors"),
+    "test_a_mesh_that_does_not_fit_is_named_on_every_rank",
+    "test_what_does_not_fit_together_is_named_on_every_rank",
+}
+"""Files in these folders, and tests in others of their files, whose cells train nothing: each is an
+error before anything happens."""
 STANDING_FOR_ALL = 2
 STRIDES = (1, 3, 5, 7, 11, 13, 17, 23, 31, 47, 71, 101, 151, 227, 347, 521)
 
@@ -36,14 +45,36 @@ def stride(size: int) -> int:
     return next(fit, STRIDES[-1])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[None]:
+    """That of all sessions of this process, which else ends with each: a start costs seconds."""
+    from conformance.preload import PRELOAD
+    from conformance.ranks.servers import lease_server, release_server
+
+    server = lease_server(PRELOAD, {})
+    yield
+    release_server(server)
+
+
+COLLECTED = pytest.StashKey[frozenset[str]]()
+"""Ids of all tests that this process has found, before any is left out."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark most cells of large matrices as long."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     tests = [(item.path, getattr(item, "originalname", item.name)) for item in items]
     sizes, seen = Counter(tests), Counter[tuple[object, str]]()
     for item, test in zip(items, tests, strict=True):
         number = seen[test]
         seen[test] += 1
-        folder, file = item.path.parent.name, item.path.stem
-        matrix = not MATRICES.isdisjoint((folder, file)) and file not in CHEAP
+        places = {item.path.parent.name, item.path.stem}
+        matrix = MATRICES & places and not CHEAP & {item.path.stem, test[1]}
         if matrix and number % stride(sizes[test]):
             item.add_marker(pytest.mark.long)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell of each law as soon as it was drawn, where laws are drawn by a switch."""
+    if SWITCH in os.environ:
+        config.pluginmanager.register(Lines(config))

@@ -10,6 +10,7 @@ import torch
 from conformance.adapter import StateKind, Wrapped
 from conformance.adapters.composable import ComposableAdapter
 from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
+from conformance.adapters.meshes import meshes_of_four
 from conformance.adapters.torch_checkpoint import only_rank0_holds
 from fsdp import ShardedGradScaler, checkpoint, fully_shard
 
@@ -23,11 +24,27 @@ class FullyShardAdapter(OwnCheckpoint, ComposableAdapter):
         """Its own."""
         return ShardedGradScaler(device.type)
 
+    def load_model_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
+        """An evaluation just before the load does no harm."""
+        self._no_local(kind)
+        options = _loading(kind, state)
+        checkpoint.set_model_state_dict(w.module, dict(state), options=options)
+
     def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
         """Parameters without an entry, because they never had a gradient, get no state."""
         self._no_local(kind)
-        full = kind == "full"
-        options = checkpoint.StateDictOptions(
-            full_state_dict=full, broadcast_from_rank0=full and only_rank0_holds(state)
-        )
+        options = _loading(kind, state)
         checkpoint.set_optimizer_state_dict(w.module, w.optimizer, dict(state), options=options)
+
+
+class MeshesAdapter(FullyShardAdapter):
+    """The same over every mesh of four ranks, as variants."""
+
+    variants = meshes_of_four()
+
+
+def _loading(kind: StateKind, state: Mapping[str, Any]) -> checkpoint.StateDictOptions:
+    full = kind == "full"
+    return checkpoint.StateDictOptions(
+        full_state_dict=full, broadcast_from_rank0=full and only_rank0_holds(state)
+    )

@@ -14,6 +14,7 @@ from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
 from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
+from conformance.adapters.wrapping import meshes_of_four
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_options import (
@@ -97,3 +98,9 @@ class PairsAdapter(FullyShardedAdapter):
     """The same, in variants among which every two options meet."""
 
     variants = pairs()
+
+
+class MeshesAdapter(FullyShardedAdapter):
+    """The same over every mesh of four ranks, as variants."""
+
+    variants = meshes_of_four()

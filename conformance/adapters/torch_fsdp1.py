@@ -21,6 +21,7 @@ from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
 from conformance.adapters.torch_checkpoint import CheckpointDirectory
+from conformance.adapters.wrapping import meshes_of_four
 
 
 class FullyShardedAdapter(FlatStatesAdapter, CheckpointDirectory):
@@ -64,3 +65,9 @@ class PairsAdapter(FullyShardedAdapter):
     """The same, in variants among which every two options meet."""
 
     variants = pairs()
+
+
+class MeshesAdapter(FullyShardedAdapter):
+    """The same over every mesh of four ranks, as variants."""
+
+    variants = meshes_of_four()

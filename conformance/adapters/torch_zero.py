@@ -15,7 +15,6 @@ from conformance.adapter import (
     OptimizerFactory,
     StateKind,
     Wrapped,
-    local,
     named_parameters,
     to_cpu,
 )
@@ -79,9 +78,12 @@ class ZeroRedundancyAdapter(ReplicatedAdapter):
         return merged(gathered(own, dist.group.WORLD))
 
     def local_tensors(self, w: Wrapped) -> dict[str, list[torch.Tensor]]:
-        """The local optimizer's state in place of the outer one's, which is empty until asked."""
+        """The local optimizer's state; the outer one's is empty until asked, and has gaps then."""
         state = [v for s in self._local_state(w).values() for v in s.values() if torch.is_tensor(v)]
-        return super().local_tensors(w) | {"optimizer": [local(v) for v in state if v.dim() > 0]}
+        return {
+            "parameters": [p.detach() for p in self.bare(w).parameters()],
+            "optimizer": [v for v in state if v.dim() > 0],
+        }
 
     def _local_state(self, w: Wrapped) -> Mapping[Any, Mapping[str, Any]]:
         state: Mapping[Any, Mapping[str, Any]] = w.optimizer.optim.state  # type: ignore[attr-defined]

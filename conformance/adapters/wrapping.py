@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from conformance.adapter import Adapter, BuildConfig, Conventions, OptimizerFactory, Wrapped
 from conformance.adapters import flat
-from conformance.adapters.meshes import hybrid_mesh
+from conformance.adapters.meshes import MESHES_OF_FOUR, hybrid_mesh
 from conformance.adapters.refusals import refusals
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -42,6 +42,19 @@ def variants() -> dict[str, dict[str, Any]]:
             "replicas": 2,
         }
     return table
+
+
+def meshes_of_four() -> dict[str, dict[str, Any]]:
+    """Every mesh of four ranks, with both kinds of parameters."""
+    return {
+        f"use_orig_params,{name}" if original else name: {
+            "use_orig_params": original,
+            "sharding_strategy": "HYBRID_SHARD",
+            "replicas": count,
+        }
+        for original in (False, True)
+        for name, count in MESHES_OF_FOUR.items()
+    }
 
 
 class WrapperAdapter(Adapter):

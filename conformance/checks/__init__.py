@@ -16,6 +16,7 @@ from conformance.checks import (  # noqa: F401, I001 - imported for registration
     saving,
     checkpoint,
     traffic,
+    deletion,
 )
 from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.registry import PROFILES, Check, registered

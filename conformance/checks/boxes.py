@@ -60,7 +60,7 @@ def compare_piece(  # noqa: PLR0913 - one comparison, all of it
 ) -> None:
     """`piece` is what `whole` has at its place, in value and in dtype."""
     name = f"{key} at {list(piece.offsets)} in the saved state of rank {rank}"
-    where = {"rank": rank, "fqn": key, "offsets": list(piece.offsets)}
+    where: dict[str, Any] = {"rank": rank, "fqn": key, "offsets": list(piece.offsets)}
     expected = box(whole, piece.offsets, piece.values.shape)
     counted = piece.values.dim() == 0  # numbers may be kept in any form
     kinds = [str(t.dtype).removeprefix("torch.") for t in (piece.values, whole)]

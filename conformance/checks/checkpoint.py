@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,17 @@ from torch import Tensor
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
+from conformance.checks.loaded import (
+    one_sided_state,
+    other_states,
+    other_values,
+    other_values_again,
+    when_saved,
+)
 from conformance.checks.names import key_text, one_sided
 from conformance.checks.optimizer import compare_steps, is_value
-from conformance.checks.recut import recut_suspects
 from conformance.checks.registry import check
+from conformance.checks.rows import misplaced_rows
 from conformance.checks.saving import SAVED, held_when_saved
 from conformance.checks.training import parameter_suspects
 from conformance.explain import Suspect
@@ -22,7 +29,6 @@ from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
 from conformance.scenarios.checkpoint import STEPS_BEFORE
 from conformance.scenarios.resume import RESUME
-from conformance.scenarios.run import PERTURBATION
 
 CHECKPOINT = frozenset({"checkpoint"})
 LOADED = CHECKPOINT | {RESUME}
@@ -137,31 +143,6 @@ def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
                     )
 
 
-def other_values(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
-    """What else may come out of a load: nothing loaded, another moment's value, another rank's."""
-    history, found = evidence.history, []
-    for what in ("parameters", "buffers"):
-        start = evidence.oracle.reference.find(rank, what, {"step": -1})
-        if start is not None and key in start.value:
-            fresh = as_tensor(start.value[key])
-            fresh = fresh + PERTURBATION if fresh.is_floating_point() else fresh
-            found.append((Cause.NOT_LOADED, fresh))
-    for what, cause in (
-        ("kept_parameters", Cause.ALIASED),
-        ("kept_buffers", Cause.ALIASED),
-        ("parameters", Cause.STALE),
-    ):
-        step = STEPS_BEFORE if cause is Cause.ALIASED else -1
-        seen = history.find(rank, what, {"step": step})
-        if seen is not None and key in seen.value:
-            found.append((cause, as_tensor(seen.value[key])))
-    for other in range(evidence.saver.world):
-        seen = evidence.saver.find(other, "buffers", SAVED)
-        if other != rank and seen is not None and key in seen.value:
-            found.append((Cause.OTHER_RANK, as_tensor(seen.value[key])))
-    return found
-
-
 @check("resume.model", profile="checkpoint", scenarios=LOADED)
 def resume_model(evidence: Evidence, ledger: Ledger) -> None:
     """After the load parameters and buffers are those that were saved, bit for bit."""
@@ -172,7 +153,8 @@ def resume_model(evidence: Evidence, ledger: Ledger) -> None:
                 got = evidence.history.get(rank, seen.what, **seen.where)
                 owners = saving_ranks(evidence, rank) if what == "buffers" else [rank]
                 source = evidence.saver if what == "buffers" else evidence.history
-                saved = [source.get(owner, what, **SAVED) for owner in owners]
+                name, where = when_saved(what, seen.where)
+                saved = [source.get(owner, name, **where) for owner in owners]
                 trees = [{k: v for k, v in t.items() if k in saveable} for t in (got, *saved)]
                 _compare_loaded(evidence, ledger, seen, trees[0], trees[1:], rank)
 
@@ -218,16 +200,25 @@ def _compare_loaded(
         value = as_tensor(got[key])
         candidates = [as_tensor(tree[key]) for tree in saved]
         equal = [c for c in candidates if c.shape == value.shape and bool((c == value).all())]
+        first_time = dict(seen.where) == SAVED
+        others = partial(other_values if first_time else other_values_again, evidence, rank, key)
+        due = (equal or candidates)[0]
         ledger.number(
             value,
-            (equal or candidates)[0],
+            due,
             0.0,
             name=f"{key} after the load, rank {rank},",
             moment=seen.moment,
-            suspects=partial(other_values, evidence, rank, key),
+            suspects=partial(_or_misplaced, others, due, evidence),
             rank=rank,
             fqn=key,
         )
+
+
+def _or_misplaced(
+    others: Callable[[], list[Suspect]], due: Tensor, evidence: Evidence
+) -> list[Suspect]:
+    return [*others(), *misplaced_rows(due, evidence.shards)]
 
 
 @check("resume.options", profile="checkpoint", scenarios=LOADED)
@@ -242,7 +233,8 @@ def resume_optimizer(evidence: Evidence, ledger: Ledger) -> None:
     for rank in range(evidence.world):
         for seen in evidence.expected("loaded_optimizer_state", rank):
             got = _values(evidence.history.get(rank, seen.what, **seen.where))
-            saved = _values(evidence.history.get(rank, "optimizer_state", **SAVED))
+            name, where = when_saved("optimizer_state", seen.where)
+            saved = _values(evidence.history.get(rank, name, **where))
             ledger.hold(
                 bool(got) or not saved,
                 moment=seen.moment,
@@ -270,7 +262,7 @@ def _compare_optimizer(
 ) -> None:
     for key in sorted({*got, *saved}):
         if key not in got or key not in saved:
-            cause, text = one_sided(key, got, saved)
+            cause, text = one_sided_state(evidence.model, key, got, saved)
             sentence = f"optimizer state {key} after the load, rank {rank}: {text}"
             ledger.hold(
                 False, moment=seen.moment, cause=cause, sentence=sentence, rank=rank, fqn=key
@@ -282,28 +274,10 @@ def _compare_optimizer(
             0.0,
             name=f"optimizer state {key} after the load, rank {rank},",
             moment=seen.moment,
-            suspects=partial(_other_states, evidence, saved, key),
+            suspects=partial(other_states, evidence, saved, rank, seen, key),
             rank=rank,
             fqn=key,
         )
-
-
-def _other_states(evidence: Evidence, saved: Mapping[str, Tensor], key: str) -> list[Suspect]:
-    """The other states of one shape; after growing or shrinking, what another cut would give."""
-    found: list[Suspect] = [
-        (Cause.PERMUTED, value)
-        for other, value in saved.items()
-        if other != key and value.shape == saved[key].shape
-    ]
-    if evidence.first is not None:
-        before, after = (max(w // evidence.replicas, 1) for w in _worlds(evidence))
-        found += recut_suspects(saved[key], before, after)
-    return found
-
-
-def _worlds(evidence: Evidence) -> tuple[int, int]:
-    """Ranks that saved, and ranks that loaded."""
-    return evidence.saver.world, evidence.world
 
 
 def _compare_steps_after(evidence: Evidence, ledger: Ledger) -> None:

@@ -13,24 +13,24 @@ from conformance.causes import Cause
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import GRADIENTS
 from conformance.checks.registry import TRAINING, check
+from conformance.checks.rows import by_parts
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 
 CLIPS = frozenset({"clip.p1", "clip.p2", "clip.pinf"})
 
 
-def bites(seen: Observation) -> bool:
-    """Whether the oracle's norm is above the threshold; otherwise clipping changes nothing."""
-    return float(seen.value) > float(seen.where["max_norm"])
+def norms_due(evidence: Evidence) -> list[Observation]:
+    """The oracle's norms; none where no threshold is below them: then clipping proves nothing."""
+    seen = evidence.expected("grad_norm")
+    return seen if any(float(one.value) > float(one.where["max_norm"]) for one in seen) else []
 
 
 @check("clip.norm", profile="core", scenarios=TRAINING | {"sequence"}, any_of=CLIPS)
 def clip_norm(evidence: Evidence, ledger: Ledger) -> None:
     """The norm that clipping returns is that of the whole gradient, every element counted once."""
     ledger.notes += [f"not claimed: {clip}" for clip in sorted(CLIPS - evidence.capabilities)]
-    for rank, seen, got in observed(evidence, "grad_norm"):
-        if not bites(seen):
-            continue
+    for rank, seen, got in observed(evidence, "grad_norm") if norms_due(evidence) else ():
         name = f"{seen.where['p']}-norm at {place(seen.where, rank)}"
         if got is None:
             ledger.hold(
@@ -123,7 +123,7 @@ def combined(parts: list[float], p: float) -> float:
 @check("clip.gradients", profile="core", needs=GRADIENTS | {"clip.gradients"}, any_of=CLIPS)
 def clip_gradients(evidence: Evidence, ledger: Ledger) -> None:
     """After clipping every gradient is the oracle's clipped gradient."""
-    norms = {seen.where["step"]: seen for seen in evidence.expected("grad_norm") if bites(seen)}
+    norms = {seen.where["step"]: seen for seen in norms_due(evidence)}
     compare_trees(
         evidence,
         ledger,
@@ -135,16 +135,22 @@ def clip_gradients(evidence: Evidence, ledger: Ledger) -> None:
 
 
 def clipped_suspects(evidence: Evidence, norms: Mapping[Any, Observation]) -> Suspects:
-    """The gradient as it was before, and as it is after clipping by a wrong norm."""
+    """The gradient as it was before, scaled up to the threshold, and clipped by a wrong norm."""
 
     def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
         norm = norms[seen.where["step"]]
         before = evidence.oracle.reference.get(rank, "gradients", step=seen.where["step"])
         limit = float(norm.where["max_norm"])
         found: list[Suspect] = [(Cause.NOT_CLIPPED, before[key])]
+        if float(norm.value) > 0:
+            found.append((Cause.SCALED, before[key] * (limit / float(norm.value))))
         for cause, wrong in wrong_norms(evidence, rank, norm):
             if wrong > 0:
                 found.append((cause, before[key] * min(1.0, limit / wrong)))
+        parts = local_norms(before, float(norm.where["p"]), evidence.shards)
+        if before[key].dim() and len(parts) > 1:
+            factors = [min(1.0, limit / part) if part > 0 else 1.0 for part in parts]
+            found.append((Cause.LOCAL_NORM, by_parts(before[key], factors)))
         return found
 
     return suspects

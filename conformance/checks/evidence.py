@@ -16,7 +16,8 @@ from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.names import one_sided
 from conformance.explain import Suspect, explain
-from conformance.history import History, NotObserved, Observation, as_tensor
+from conformance.frames import first_line, user_place
+from conformance.history import History, NotObserved, Observation, Phase, as_tensor
 from conformance.models import ModelCase
 from conformance.tolerance import Oracle, distance
 
@@ -56,6 +57,11 @@ class Evidence:
     def world(self) -> int:
         """Number of ranks."""
         return self.history.world
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks among which one replica is cut."""
+        return max(self.world // self.replicas, 1)
 
     def expected(self, what: str, rank: int = 0) -> list[Observation]:
         """The oracle's observations called `what`, in time order."""
@@ -115,7 +121,7 @@ class Ledger:
                 Mismatch(moment=moment, cause=cause, sentence=sentence, where=where)
             )
 
-    def number(
+    def number(  # noqa: PLR0913 - two values, and by name what is said of them
         self,
         got: Any,
         expected: Any,
@@ -124,9 +130,13 @@ class Ledger:
         name: str,
         moment: Moment,
         suspects: Callable[[], list[Suspect]] = list,
+        note: Callable[[], str] = str,
         **where: Any,
     ) -> None:
-        """Record the comparison of two tensors (or numbers) of one shape against a bound."""
+        """Record the comparison of two tensors (or numbers) of one shape against a bound.
+
+        What `note` returns ends the sentence of a mismatch.
+        """
         self.comparisons += 1
         a, b = as_tensor(got), as_tensor(expected)
         if a.shape != b.shape:
@@ -144,7 +154,7 @@ class Ledger:
                 Mismatch(
                     moment=moment,
                     cause=cause,
-                    sentence=f"{name} {_amount(a, b, error, bound)}: {MEANING[cause]}",
+                    sentence=f"{name} {_amount(a, b, error, bound)}: {MEANING[cause]}{note()}",
                     error=error,
                     bound=bound,
                     where={**where, **_worst(a, b)},
@@ -295,7 +305,19 @@ class _Pair:
         if (self.got[key] is None) == (due[key] is None):
             return None
         cause = Cause.MISSING_GRADIENT if self.got[key] is None else Cause.UNEXPECTED_GRADIENT
-        return cause, MEANING[cause]
+        text = MEANING[cause]
+        return (
+            (Cause.STALE, f"{text}, {MEANING[Cause.STALE]}") if self._stays(key) else (cause, text)
+        )
+
+    def _stays(self, key: str) -> bool:
+        """Whether an entry is, bit for bit, the one of the step before, and not zero."""
+        before = {**self.seen.where, "step": int(self.seen.where.get("step", 0)) - 1}
+        earlier = self.evidence.history.find(self.rank, self.seen.what, before)
+        now, then = self.got[key], None if earlier is None else earlier.value.get(key)
+        if not isinstance(now, Tensor) or not isinstance(then, Tensor):
+            return False
+        return bool(now.any()) and now.shape == then.shape and bool((now == then).all())
 
 
 def blocked_by(evidence: Evidence, missing: NotObserved) -> tuple[bool, str]:
@@ -305,5 +327,13 @@ def blocked_by(evidence: Evidence, missing: NotObserved) -> tuple[bool, str]:
         return False, f"{missing}"
     rank, phase = failed
     due = evidence.oracle.reference.find(0, missing.what, missing.where)
-    own = due is not None and due.moment[0] == phase.ordinal
-    return own, f"phase {phase.name!r} raised on rank {rank}: {phase.error}"
+    # the first phase of a job builds: nothing was seen of what it was to be judged by
+    own = due is not None and due.moment[0] == phase.ordinal not in evidence.history.jobs
+    return own, raised(rank, phase)
+
+
+def raised(rank: int, phase: Phase) -> str:
+    """The sentence for a phase that raised, with the line of the wrapper that did."""
+    place = user_place(phase.traceback)
+    at = f" ({place})" if place else ""
+    return f"phase {phase.name!r} raised on rank {rank}{at}: {first_line(phase.error)}"

@@ -6,15 +6,17 @@ Registers no check: modules of checks import it without disturbing their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks.evidence import Evidence, Suspects
 from conformance.checks.registry import TRAINING
+from conformance.checks.rows import misplaced_rows
 from conformance.explain import Suspect
 from conformance.history import History, Observation
 from conformance.models import ModelCase
@@ -89,9 +91,64 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         dropped = reference.find(rank, "gradients_dropped", {})
         if dropped is not None and dropped.value.get(key) is not None:
             found.append((Cause.NOT_DROPPED, expected + dropped.value[key]))
+        found += _accumulated(evidence, rank, seen, key)
+        found += misplaced_rows(expected, evidence.shards)
+        found += [
+            (Cause.PERMUTED, other)
+            for name, other in seen.value.items()
+            if name != key and isinstance(other, Tensor) and other.shape == expected.shape
+        ]
         return found
 
     return suspects
+
+
+def _accumulated(evidence: Evidence, rank: int, seen: Observation, key: str) -> list[Suspect]:
+    """What becomes of micro-batches that wait rounded, or that never leave their replica.
+
+    Nothing where the oracle did not observe each micro-batch of each rank.
+    """
+    find, where = evidence.oracle.reference.find, {"step": seen.where["step"]}
+    micro = range(evidence.case.accumulation)
+    own = [
+        [find(r, "gradients_of_micro", {**where, "micro": m}) for m in micro]
+        for r in range(evidence.world)
+    ]
+    values = [[None if one is None else one.value.get(key) for one in row] for row in own]
+    of_rank = [[v for v in row if isinstance(v, Tensor)] for row in values]
+    if len(micro) < 2 or any(len(row) < len(micro) for row in of_rank):
+        return []
+    share = evidence.world if evidence.conventions.gradients == "mean" else 1
+    alone = evidence.shards if evidence.conventions.gradients == "mean" else 1
+    reduced = [total([row[m] for row in of_rank]) / share for m in micro]
+    found: list[Suspect] = []
+    for short in (torch.bfloat16, torch.float16):
+        waited = total([rounded_while_waiting(row, short) for row in of_rank]) / share
+        found.append((Cause.DTYPE_ROUND_TRIP, waited))
+        found.append((Cause.DTYPE_ROUND_TRIP, rounded_while_waiting(reduced, short)))
+    if evidence.replicas > 1:
+        first = rank // evidence.shards * evidence.shards
+        replica = of_rank[first : first + evidence.shards]
+        inside = [total([row[m] for row in replica]) / alone for m in micro]
+        found.append((Cause.NOT_REDUCED, total([*inside[:-1], reduced[-1]])))
+        found.append((Cause.NOT_REDUCED, total(inside)))
+    return found
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, in order."""
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return result
+
+
+def rounded_while_waiting(parts: Sequence[Tensor], short: torch.dtype) -> Tensor:
+    """The sum of `parts`, kept in `short` before the last one is added."""
+    kept = parts[0].to(short)
+    for part in parts[1:-1]:
+        kept = (kept.to(part.dtype) + part).to(short)
+    return kept.to(parts[-1].dtype) + parts[-1]
 
 
 def _found(

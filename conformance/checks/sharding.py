@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +11,7 @@ from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.registry import check
 from conformance.history import as_tensor
+from conformance.scenarios.checkpoint import STEPS_BEFORE
 
 PARTS: Mapping[str, str] = {"parameters": "shard.parameters", "optimizer": "shard.optimizer"}
 ALIGNMENT = 16
@@ -21,21 +23,56 @@ Shapes = list[tuple[int, ...]]
 @check("sharding.bytes", profile="sharding", any_of=frozenset(PARTS.values()))
 def sharding_bytes(evidence: Evidence, ledger: Ledger) -> None:
     """All ranks together store no more than sharding needs of what is claimed to be sharded."""
+    _judge_parts(evidence, ledger, 0)
+
+
+@check(
+    "sharding.loaded",
+    profile="checkpoint",
+    scenarios=frozenset({"checkpoint"}),
+    any_of=frozenset(PARTS.values()),
+)
+def sharding_loaded(evidence: Evidence, ledger: Ledger) -> None:
+    """After a load all ranks together store no more than sharding needs."""
+    _judge_parts(evidence, ledger, STEPS_BEFORE - 1, when=" after the load")
+
+
+def _judge_parts(evidence: Evidence, ledger: Ledger, step: int, when: str = "") -> None:
     for part, capability in PARTS.items():
         if capability not in evidence.capabilities:
             ledger.notes.append(f"{capability} is not claimed")
             continue
-        stored = _stored(evidence, part)
-        due = shapes(evidence, part)
+        stored = _stored(evidence, part, step)
+        due = shapes(evidence, part, step=step)
         for dtype in sorted({*stored, *due}):
-            _judge(evidence, ledger, part, dtype, stored.get(dtype, 0), due.get(dtype))
+            held = Held(part=part, dtype=dtype, bytes=stored.get(dtype, 0), step=step, when=when)
+            _judge(evidence, ledger, held, due.get(dtype))
 
 
-def _stored(evidence: Evidence, part: str) -> dict[str, int]:
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What all ranks together store of one part in one dtype.
+
+    Attributes:
+        part: one of `PARTS`.
+        dtype: of the elements.
+        bytes: of their storages.
+        step: at which they were counted.
+        when: that in words, if it is not the first step.
+    """
+
+    part: str
+    dtype: str
+    bytes: int
+    step: int
+    when: str
+
+
+def _stored(evidence: Evidence, part: str, step: int) -> dict[str, int]:
     """Bytes on all ranks together, by dtype."""
     total: dict[str, int] = {}
     for rank in range(evidence.world):
-        for key, value in evidence.history.get(rank, "stored", step=0).items():
+        for key, value in evidence.history.get(rank, "stored", step=step).items():
             name, _, dtype = key.partition("/")
             if name == part:
                 total[dtype] = total.get(dtype, 0) + int(value)
@@ -56,44 +93,42 @@ def shapes(evidence: Evidence, part: str, *, step: int = 0) -> dict[str, Shapes]
     return found
 
 
-def _judge(
-    evidence: Evidence,
-    ledger: Ledger,
-    part: str,
-    dtype: str,
-    stored: int,
-    due: Shapes | None,
-) -> None:
+def _judge(evidence: Evidence, ledger: Ledger, held: Held, due: Shapes | None) -> None:
     # what is kept in a dtype that the model does not have is a second copy of the whole
-    counted = due or [shape for each in shapes(evidence, part).values() for shape in each]
-    size = size_of(dtype)
+    of_part = shapes(evidence, held.part, step=held.step).values()
+    counted = due or [shape for each in of_part for shape in each]
+    size = size_of(held.dtype)
     whole = size * sum(numel(shape) for shape in counted)
     shards = evidence.world // evidence.replicas
     allowed = evidence.replicas * needed(counted, size, shards)
     if allowed >= evidence.world * whole:
-        ledger.notes.append(f"{part}: too small to tell sharded from replicated")
+        ledger.notes.append(f"{held.part}: too small to tell sharded from replicated")
         return
-    seen = evidence.oracle.reference.find(0, "stored", {"step": 0})
+    seen = evidence.oracle.reference.find(0, "stored", {"step": held.step})
     assert seen is not None
-    ledger.hold(
-        stored <= allowed,
-        moment=seen.moment,
-        cause=Cause.NOT_SHARDED,
-        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together,"
-        f" sharding needs {allowed}, one full copy {whole}: {MEANING[Cause.NOT_SHARDED]}",
-        got=stored,
-        expected=allowed,
-        step=0,
+    taken = (
+        f"{held.part} ({held.dtype}) take {held.bytes} bytes on {evidence.world} ranks"
+        f" together{held.when},"
     )
     ledger.hold(
-        due is None or stored >= evidence.replicas * whole,
+        held.bytes <= allowed,
+        moment=seen.moment,
+        cause=Cause.NOT_SHARDED,
+        sentence=f"{taken} sharding needs {allowed}, one full copy {whole}:"
+        f" {MEANING[Cause.NOT_SHARDED]}",
+        got=held.bytes,
+        expected=allowed,
+        step=held.step,
+    )
+    ledger.hold(
+        due is None or held.bytes >= evidence.replicas * whole,
         moment=seen.moment,
         cause=Cause.UNEXPLAINED,
-        sentence=f"{part} ({dtype}) take {stored} bytes on {evidence.world} ranks together,"
-        f" less than their {evidence.replicas * whole}: local_tensors() does not show all of them",
-        got=stored,
+        sentence=f"{taken} less than their {evidence.replicas * whole}: local_tensors() does not"
+        " show all of them",
+        got=held.bytes,
         expected=evidence.replicas * whole,
-        step=0,
+        step=held.step,
     )
 
 

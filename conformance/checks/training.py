@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,13 +23,17 @@ from conformance.checks.updates import stepped
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.optimizers import optimizer_named
+from conformance.scenarios.checkpoint import AFTER_LOAD, BEFORE_LOAD
+from conformance.tolerance import distance
 
 
 @check("losses.value", profile="core", scenarios=ANY_TRAINING | {"two_forwards"} | RECIPES)
 def losses_value(evidence: Evidence, ledger: Ledger) -> None:
     """Every rank's loss of every micro-batch, and of evaluation, is the oracle's."""
-    # whether evaluation takes over rank 0's buffers is not part of that convention
-    unsure = evidence.conventions.buffers == "rank0" and "buffers" in evidence.model.traits
+    # whether evaluation takes over rank 0's buffers is not part of that convention, and which
+    # rank's come back from a load is free
+    free = evidence.conventions.buffers == "rank0" or evidence.case.scenario == "checkpoint"
+    unsure = free and "buffers" in evidence.model.traits
     for what in ("loss",) if unsure else ("loss", "eval_loss"):
         for rank, seen, got in observed(evidence, what):
             ledger.number(
@@ -39,14 +46,67 @@ def losses_value(evidence: Evidence, ledger: Ledger) -> None:
                 rank=rank,
                 **seen.where,
             )
+    _blame_evaluation(evidence, ledger)
+
+
+def _blame_evaluation(evidence: Evidence, ledger: Ledger) -> None:
+    """An inexplicable first wrong loss is an evaluation's doing if only that lies before it.
+
+    Parameters and buffers that it left must be right.
+    """
+    first = ledger.first()
+    if first is None or first.cause is not Cause.UNEXPLAINED or "step" not in first.where:
+        return
+    rank = int(first.where["rank"])
+    before = [
+        seen
+        for what in ("loss", "eval_loss")
+        for seen in evidence.expected(what, rank)
+        if seen.moment < first.moment
+    ]
+    last = max(before, key=lambda seen: seen.moment, default=None)
+    if last is None or last.what != "eval_loss" or not _left_right(evidence, rank, last.where):
+        return
+    cause = Cause.CHANGED_BY_EVAL
+    sentence = first.sentence.replace(
+        MEANING[first.cause],
+        f"{MEANING[cause]}; all before it is right, its own loss and what it left",
+    )
+    index = ledger.mismatches.index(first)
+    ledger.mismatches[index] = replace(first, cause=cause, sentence=sentence)
+
+
+def _left_right(evidence: Evidence, rank: int, where: Mapping[str, Any]) -> bool:
+    """Whether the parameters and buffers after an evaluation were observed and are right."""
+    for what in ("parameters_after_eval", "buffers_after_eval"):
+        due = evidence.oracle.reference.find(rank, what, where)
+        got = evidence.history.find(rank, what, where)
+        if due is None or got is None or due.value.keys() - got.value.keys():
+            return False
+        for key, value in due.value.items():
+            bound = evidence.oracle.bound(rank, what, dict(where), key)
+            if distance(as_tensor(got.value[key]), as_tensor(value)) > bound:
+                return False
+    return True
 
 
 def _loss_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Suspect]:
-    """The loss that older weights give, the other ranks' losses, and sums and parts of them."""
+    """The loss that older weights give, the other ranks' losses, and sums and parts of them.
+
+    Older weights are all of them, or one unit's; of an evaluation after a load those before it.
+    """
     reference, micro_batches = evidence.oracle.reference, evidence.case.accumulation
     expected = as_tensor(seen.value)
     stale = reference.find(rank, f"stale_{seen.what}", seen.where)
     found: list[Suspect] = [] if stale is None else [(Cause.STALE, as_tensor(stale.value))]
+    found += [
+        (Cause.STALE, as_tensor(one.value))
+        for one in reference.every("stale_loss_of_unit", rank)
+        if seen.where.items() <= one.where.items() and seen.what == "loss"
+    ]
+    if seen.what == "eval_loss" and seen.where == {"index": AFTER_LOAD}:
+        before = evidence.history.find(rank, seen.what, {"index": BEFORE_LOAD})
+        found += [] if before is None else [(Cause.NOT_LOADED, as_tensor(before.value))]
     found += [
         (Cause.OTHER_RANK, as_tensor(reference.get(other, seen.what, **seen.where)))
         for other in range(evidence.world)
@@ -125,22 +185,47 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
                 name=f"change of {key} in step 0, rank {rank},",
                 moment=seen.moment,
                 suspects=partial(first_step_suspects, evidence, rank, key),
+                note=partial(_right_elsewhere, evidence, key),
                 rank=rank,
                 step=0,
                 fqn=key,
             )
 
 
+def _right_elsewhere(evidence: Evidence, key: str) -> str:
+    """The ranks on which the first change of a parameter is right, in words; empty if none."""
+    ranks = ranks_in_step(evidence, key)
+    return f"; right on rank {', '.join(map(str, ranks))}" if ranks else ""
+
+
+def ranks_in_step(evidence: Evidence, key: str) -> list[int]:
+    """The ranks on which the first step changes a parameter as it should."""
+    reference, found = evidence.oracle.reference, []
+    for rank in range(evidence.world):
+        moved, due = (
+            [history.get(rank, "parameters", step=step)[key] for step in (-1, 0)]
+            for history in (evidence.history, reference)
+        )
+        bound = evidence.oracle.bound(rank, "parameters", {"step": 0}, key)
+        if distance(moved[1] - moved[0], due[1] - due[0]) <= bound:
+            found.append(rank)
+    return found
+
+
 def first_step_suspects(evidence: Evidence, rank: int, key: str) -> list[Suspect]:
     """The first change of one parameter from a wrong gradient, or from a wrong optimizer.
 
-    The optimizer may be a used one, or see a part of the parameter alone.
+    The optimizer may be a used one, or see a part of the parameter alone. No change at all is an
+    old value where another rank has the new one.
     """
     reference = evidence.oracle.reference
     start = reference.get(rank, "parameters", step=-1)[key]
+    found: list[Suspect] = []
+    if ranks_in_step(evidence, key):
+        found.append((Cause.STALE, torch.zeros_like(start)))
     gradient = reference.get(rank, "gradients", step=0)[key]
     if gradient is None:
-        return []
+        return found
     optimizer, world = optimizer_named(evidence.case.optimizer), evidence.world
     own = reference.get(rank, "gradients_of_rank", step=0).get(key)
     last = reference.get(rank, "gradients_last_micro", step=0).get(key)
@@ -150,7 +235,7 @@ def first_step_suspects(evidence: Evidence, rank: int, key: str) -> list[Suspect
         (Cause.LAST_MICRO_BATCH_ONLY, last),
         (Cause.NOT_REDUCED, own),
     )
-    found = [
+    found += [
         (cause, stepped(optimizer, start, [value]) - start)
         for cause, value in wrong
         if value is not None

@@ -9,18 +9,36 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from conformance.errors import UsageError, unknown
+from conformance.preload import forkserver_starting
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
 
 PROGRAM = "fsdp-conformance"
 
 # the base of the parser's errors, by a public name: typer may bring a parser of its own
 WRONG_USAGE: Any = typer.BadParameter.__base__
+
+SHOWN = ("fsdp-conformance", "torch", "python")
+
+WITH_RANKS = frozenset({"run", "repro", "selftest", "fuzz"})
+"""Commands whose ranks are begun to be started before their own work is imported."""
+
+PROFILE_NAMES = (
+    "core",
+    "sharding",
+    "checkpoint",
+    "precision",
+    "memory",
+    "communication",
+    "robustness",
+)
+"""Those of `conformance.checks`, which would take seconds to import for a help text."""
 
 app = typer.Typer(
     name=PROGRAM,
@@ -30,6 +48,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Run a sharded training wrapper beside an unsharded oracle, and judge it.",
 )
+
+
+def _version(asked: bool) -> None:  # noqa: FBT001 - a flag's value
+    if asked:
+        from conformance.header import versions
+
+        typer.echo(", ".join(f"{name} {own}" for name, own in versions().items() if name in SHOWN))
+        raise typer.Exit
+
 
 World = Annotated[int, typer.Option(help="Number of ranks, all on this machine.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, or the type of the accelerator.")]
@@ -50,9 +77,18 @@ Jobs = Annotated[
 Quiet = Annotated[
     bool,
     typer.Option(
-        "--quiet", help="Nothing but the report: no progress, no notes, no line per finding."
+        "--quiet", help="Nothing but the report: no progress, no notes, no line per case."
     ),
 ]
+
+
+@app.callback()
+def _before_any_command(
+    version: Annotated[  # noqa: FBT002 - a flag
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show it and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -67,7 +103,10 @@ def run(  # noqa: PLR0913 - one parameter an option
     ] = None,
     profile: Annotated[
         list[str] | None,
-        typer.Option(help="Profile of checks, or core@1.0 as released; repeatable."),
+        typer.Option(
+            help=f"Profile of checks ({', '.join(PROFILE_NAMES)}), or core@1.0 as released;"
+            " repeatable; without it all."
+        ),
     ] = None,
     check: Annotated[
         list[str] | None, typer.Option(help="Pattern of checks, such as 'clip.*'; repeatable.")
@@ -78,7 +117,11 @@ def run(  # noqa: PLR0913 - one parameter an option
         typer.Option(help="Pattern of cases, such as '*/train/*'; repeatable."),
     ] = None,
     depth: Annotated[
-        str | None, typer.Option(help="narrow, wide or full: how far options are crossed.")
+        str | None,
+        typer.Option(
+            help="narrow, wide or full: how far options are crossed; without it wide for the first"
+            " variant and for those named by --variant, narrow for the others."
+        ),
     ] = None,
     baseline: Baseline = "oracle",
     expect: Annotated[
@@ -124,7 +167,8 @@ def run(  # noqa: PLR0913 - one parameter an option
 @app.command("list")
 def list_(
     what: Annotated[
-        str, typer.Argument(help="checks, adapters, models, cases, mutants, capabilities.")
+        str,
+        typer.Argument(help="checks, profiles, adapters, models, cases, mutants, capabilities."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,  # noqa: FBT002
 ) -> None:
@@ -218,14 +262,19 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())
     try:
         _known_command(sys.argv[1:])
-        returned = app(prog_name=PROGRAM, standalone_mode=False)
+        with forkserver_starting() if _starts_ranks(sys.argv[1:]) else nullcontext():
+            returned = app(prog_name=PROGRAM, standalone_mode=False)
         status = returned if isinstance(returned, int) else 0
         if status == EXIT_INTERRUPTED:  # the parser may turn an interrupt into a status
             raise KeyboardInterrupt
     except UsageError as error:
         status = _complain(str(error), EXIT_USAGE)
     except WRONG_USAGE as error:
-        status = _complain(error.format_message(), EXIT_USAGE)
+        if sys.argv[1:]:
+            status = _complain(error.format_message(), EXIT_USAGE)
+        else:  # the parser's message is then the help
+            sys.stderr.write(f"{error.format_message()}\n")
+            status = EXIT_USAGE
     except (KeyboardInterrupt, typer.Abort):
         status = _complain("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -246,6 +295,11 @@ def _known_command(arguments: Sequence[str]) -> None:
     ]
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         raise unknown("command", arguments[0], names)
+
+
+def _starts_ranks(arguments: Sequence[str]) -> bool:
+    """Whether these arguments, if they are right, come to a run on ranks."""
+    return bool(arguments) and arguments[0] in WITH_RANKS and "--help" not in arguments
 
 
 def _complain(sentence: str, status: int) -> int:

@@ -52,7 +52,7 @@ def fuzz_command(adapter: str, options: FuzzOptions) -> int:
     Raises:
         UsageError: before anything is started.
     """
-    check_limits(options.timeout)
+    check_limits(options.timeout, seed=options.seed)
     if options.examples < 1:
         raise UsageError(f"--examples {options.examples}: at least 1")
     subjects = [

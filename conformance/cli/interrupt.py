@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from conformance.ranks.servers import end_servers
 from conformance.verdicts import EXIT_INTERRUPTED
 
 _SHOW_CURSOR = "\x1b[?25h"
@@ -24,7 +25,7 @@ def leaving_on_interrupt(
     """Inside, an interrupt ends this process with its own status.
 
     An exception would not do: threads wait for ranks, and an orderly exit would wait for those
-    threads. Ranks end by themselves when this process is gone.
+    threads. Ranks end before this process does.
 
     Args:
         remove: a temporary folder that nobody else would remove.
@@ -32,6 +33,7 @@ def leaving_on_interrupt(
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
+        end_servers()
         if remove is not None:
             shutil.rmtree(remove, ignore_errors=True)
         if sys.stdout.isatty():

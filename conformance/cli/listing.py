@@ -1,4 +1,4 @@
-"""The command ``list``: checks, adapters, models, cases, mutants, capabilities."""
+"""The command ``list``: checks, profiles, adapters, models, cases, mutants, capabilities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from conformance.adapter import CAPABILITIES
 from conformance.adapters import BUILT_IN, make_adapter
-from conformance.checks import CHECKS
+from conformance.checks import CHECKS, PROFILES
 from conformance.errors import unknown
 from conformance.models import cases
 from conformance.mutants import MUTANTS
@@ -39,6 +39,17 @@ def _checks() -> list[Row]:
             "sentence": check.sentence,
         }
         for check in CHECKS.values()
+    ]
+
+
+def _profiles() -> list[Row]:
+    return [
+        {
+            "profile": name,
+            "sentence": sentence,
+            "checks": ", ".join(c.id for c in CHECKS.values() if c.profile == name),
+        }
+        for name, sentence in PROFILES.items()
     ]
 
 
@@ -91,6 +102,7 @@ def _capabilities() -> list[Row]:
 
 LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "checks": _checks,
+    "profiles": _profiles,
     "adapters": _adapters,
     "models": _models,
     "cases": _cases,

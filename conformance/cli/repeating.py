@@ -21,6 +21,7 @@ from conformance.models import cases, drawn
 from conformance.mutants import mutant_named
 from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from conformance.probes import probed_capabilities
+from conformance.report.detail import repeated_text
 from conformance.report.lines import (
     LOG_NAME,
     Log,
@@ -32,7 +33,8 @@ from conformance.report.lines import (
     read_log,
 )
 from conformance.report.log import RunLog, status_of
-from conformance.report.text import WIDTH, finding_text, indented, number, report_text
+from conformance.report.plain import finding_text
+from conformance.report.text import number, report_text
 from conformance.scenarios import SCENARIOS
 from conformance.scenarios.resume import second_world
 from conformance.scenarios.sequence import ACTS, SEQUENCE
@@ -74,14 +76,8 @@ def repro_command(
                 with_control=mutant is None,
             )
             reported = matrix.report(item)
-    others = [one for one in reported if one.finding.check != wanted]
-    if others:
-        sys.stdout.write("the other checks of this case, first divergence first:\n")
-        sys.stdout.writelines(f"  {finding_text(one)}\n" for one in others)
-        sys.stdout.write("\nwhat was asked for:\n")
-    # last, where a reader of a terminal looks
     asked = [one for one in reported if one.finding.check == wanted]
-    sys.stdout.writelines(detail_text(one) for one in asked)
+    sys.stdout.write(repeated_text(reported, wanted))
     found = [one.finding.verdict for one in asked]
     return EXIT_OK if item.role is Role.PROBE else exit_status(found)
 
@@ -127,23 +123,6 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
         raise UsageError(f"check {check} says nothing about the case {case}")
     role = Role.PROBE if probe else Role.JUDGED
     return Item(subject=subject, planned=planned, role=role), check, seed
-
-
-def detail_text(reported: Reported) -> str:
-    """One finding with everything that is known about it."""
-    finding = reported.finding
-    lines = [f"{finding.verdict}  {finding.id}", *indented(finding.sentence, 6)]
-    if finding.cause is not None:
-        lines.append(f"      cause: {finding.cause}")
-    if finding.error is not None:
-        lines.append(f"      error {finding.error:.3g}, bound {finding.bound:.3g}")
-    for key, value in finding.where.items():
-        text = str(value)
-        if "\n" in text:
-            lines += [f"      {key}:", *(f"        {line}" for line in text.splitlines())]
-        elif len(text) < WIDTH:
-            lines.append(f"      {key}: {text}")
-    return "\n".join(lines) + "\n"
 
 
 def recheck_command(directory: Path) -> int:
@@ -222,7 +201,8 @@ def comparison_text(stored: Log, log: Log, missing: int) -> str:
         cases = number(missing, "case")
         lines.append(f"not judged again: {len(gone)} findings, of {cases} without history")
     if not lines:
-        lines = [f"recheck: all {len(after)} findings are the same"]
+        all_same = f"all {len(after)} findings are the same"
+        lines = [f"recheck: {all_same if after else 'nothing was judged'}"]
     return "\n".join(lines)
 
 

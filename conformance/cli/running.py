@@ -53,7 +53,7 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
     """
     device = device_for(options.device, options.world)
     known_baseline(options.baseline)
-    check_limits(options.timeout, options.jobs)
+    check_limits(options.timeout, options.jobs, options.seed)
     expectations = read_expectations(options.expect) if options.expect else Expectations()
     work = work_of(selection, without=BASELINES[options.baseline].cannot)
     jobs = options.jobs or default_jobs(options.world, device)
@@ -86,12 +86,14 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
     return status
 
 
-def check_limits(timeout: float, jobs: int | None = None) -> None:
-    """Refuse limits under which nothing could run.
+def check_limits(timeout: float, jobs: int | None = None, seed: int = 0) -> None:
+    """Refuse numbers with which nothing could run.
 
     Raises:
-        UsageError: no time, or no job.
+        UsageError: no time, no job, or a seed that random numbers do not take.
     """
+    if seed < 0:
+        raise UsageError(f"--seed {seed}: at least 0")
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs {jobs}: at least 1")
     if not timeout > 0:  # also if it is no number
@@ -162,5 +164,5 @@ def _folder(out: Path | None) -> Iterator[Path]:
             )
         (out / HISTORIES).mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}") from error
+        raise UsageError(f"--out {out}: cannot make the folder: {error.strerror}") from error
     yield out.resolve()

@@ -14,7 +14,7 @@ from conformance.cli.running import check_limits
 from conformance.cli.show import note
 from conformance.machine import default_jobs, device_for, notes
 from conformance.report.text import indented, number
-from conformance.selftest import GOOD, Diagonal, Kill, diagonal, select_mutants
+from conformance.selftest import GOOD, LEFT_OUT, Diagonal, Kill, diagonal, select_mutants
 from conformance.session import Setting
 from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED
 
@@ -57,13 +57,19 @@ def mutant_text(result: Diagonal) -> str:
 
 
 def diagonal_text(results: Sequence[Diagonal], where: str, seconds: float) -> str:
-    """The mutants that were not killed as stated, then the counts."""
+    """The mutants that were not killed as stated, then those left out and why, then the counts."""
     lines: list[str] = []
     for result in results:
         if result.kill not in GOOD:
             lines += ["", mutant_text(result), *indented(result.sentence, 6)]
             if result.first is not None:
                 lines.append(f"      {result.first.repro}")
+    left_out: dict[str, list[str]] = {}
+    for result in results:
+        if result.kill in LEFT_OUT:
+            left_out.setdefault(f"{result.kill}: {result.sentence}", []).append(result.mutant)
+    for reason, names in left_out.items():
+        lines += ["", f"not measured, {reason}", *indented(", ".join(names), 6)]
     counts = Counter(result.kill for result in results)
     shown = ", ".join(f"{counts[kill]} {kill}" for kill in Kill if counts[kill])
     lines += ["", f"{shown} in {seconds:.1f} s ({where})", ""]

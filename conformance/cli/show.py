@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: a progress bar, or one plain line per finding.
+"""What is shown while a run goes on: a progress bar, or plain lines for every case.
 
 The bar stands on standard output's terminal and goes when the report comes.
 """
@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 
 from conformance.item import Item
 from conformance.report.lines import Reported, Role
-from conformance.report.text import finding_text
+from conformance.report.plain import case_lines
 from conformance.verdicts import BAD, Verdict
 
 
@@ -28,12 +28,11 @@ class Progress:
 
 
 class Lines(Progress):
-    """One plain line per finding."""
+    """Plain lines: one for what passes in a case, one for each reason why something does not."""
 
     def judged(self, item: Item, reported: Sequence[Reported]) -> None:
-        """Print the item's findings."""
-        for one in reported:
-            sys.stdout.write(finding_text(one) + "\n")
+        """Print what was found in the item's case."""
+        sys.stdout.writelines(f"{line}\n" for line in case_lines(reported))
         sys.stdout.flush()
 
 
@@ -74,6 +73,7 @@ def progress_for(total: int, *, quiet: bool) -> Iterator[Progress]:
         yield Progress()
     elif not console.is_terminal:
         yield Lines()
+        sys.stdout.write("\n")  # the report follows
     else:
         columns = (
             BarColumn(bar_width=20),

@@ -2,10 +2,12 @@
 
 from conformance.mutants import (  # noqa: F401 - imported for registration
     accumulation,
+    again,
     checkpoint,
     clipping,
     communication,
     completion,
+    deletion,
     dtypes,
     memory,
     optimizer,

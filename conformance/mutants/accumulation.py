@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
 from torch import Tensor, nn
 
 from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, Wrapped
@@ -64,3 +67,26 @@ class BufferReducedIntoItself(Adapter):
             if parameter.grad is not None:
                 parameter.grad *= 2
         super().backward(w, loss)
+
+
+@mutant(
+    check="accumulation.big_batch",
+    cause=Cause.DTYPE_ROUND_TRIP,
+    case="mlp/train/accumulation=3,optimizer=sgd",
+    bugs=("pytorch/pytorch#85134",),
+    world=1,
+)
+class MicroBatchesWaitInBfloat16(Adapter):
+    """What waits for the last micro-batch is kept in bfloat16."""
+
+    def no_sync(self, w: Wrapped) -> AbstractContextManager[Any]:
+        """Round it at the end."""
+        stack = ExitStack()
+        stack.callback(self._round, w)
+        stack.enter_context(super().no_sync(w))
+        return stack
+
+    def _round(self, w: Wrapped) -> None:
+        for p in w.module.parameters():
+            if p.grad is not None:
+                p.grad.copy_(p.grad.bfloat16())

@@ -102,3 +102,21 @@ class NormWithoutClipping(Adapter):
     def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
         """Measure only."""
         return super().clip_grad_norm(w, inf, norm_type)
+
+
+@mutant(
+    check="clip.gradients",
+    cause=Cause.SCALED,
+    case="mlp/train/optimizer=sgd",
+    world=1,
+)
+class SmallGradientsScaledUp(Adapter):
+    """Gradients below the threshold are scaled, too: up to it."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """Without the bound at one."""
+        parts = [p.grad for p in w.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(parts, norm_type)
+        for part in parts:
+            part.mul_(max_norm / norm)
+        return norm

@@ -28,6 +28,12 @@ class GradientsInBfloat16(Adapter):
             p.grad_dtype = None
             p.grad = short
 
+    def optimizer_step(self, w: Wrapped) -> None:
+        """Step with what is left of them, in a dtype that foreach kernels take."""
+        for p in w.module.parameters():
+            p.grad = None if p.grad is None else p.grad.to(p.dtype)
+        super().optimizer_step(w)
+
 
 @mutant(
     check="buffers.convention",

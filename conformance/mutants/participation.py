@@ -146,7 +146,7 @@ class AnotherSetOfParametersIsRefused(Participation):
 
 @mutant(
     check="gradients.value",
-    cause=Cause.UNEXPECTED_GRADIENT,
+    cause=Cause.STALE,
     case="varying/varying/optimizer=sgd",
     bugs=("pytorch/pytorch#83195",),
     world=1,

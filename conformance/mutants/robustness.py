@@ -84,3 +84,20 @@ class DroppedGradientsReturn(Adapter):
         for parameter, gradient in zip(parameters, kept if dropped else (), strict=False):
             if parameter.grad is not None and gradient is not None:
                 parameter.grad += gradient
+
+
+@mutant(
+    check="losses.value",
+    cause=Cause.CHANGED_BY_EVAL,
+    case="batchnorm/train/optimizer=sgd",
+    bugs=("PsycheFoundation/nousnet#285",),
+    world=1,
+)
+class UnitStaysInEvaluationMode(Adapter):
+    """After an evaluation one unit is not put back into training mode."""
+
+    def evaluate(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Evaluate, and leave it."""
+        loss = super().evaluate(w, batch, loss_fn)
+        self.bare(w).get_submodule("second").eval()
+        return loss

@@ -300,7 +300,7 @@ class DirectoryWithoutOptimizer(Adapter):
 
 @mutant(
     check="resume.model",
-    cause=Cause.PERMUTED,
+    cause=Cause.OTHER_RANK,
     case=DIRECTORY,
     base=FSDP2,
     bugs=("NVIDIA/Megatron-LM#7452",),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from conformance.adapter import Adapter, Wrapped
+from conformance.adapter import Adapter, StateKind, Wrapped
 from conformance.causes import Cause
 from conformance.mutants.registry import mutant
 
@@ -41,3 +42,22 @@ class ShardsKeepFullStorages(Adapter):
 def _view_of_full(shard: Any, numel: int) -> Any:
     part = torch.empty(numel, dtype=shard.dtype, device=shard.device)[: shard.numel()]
     return part.view(shard.shape).copy_(shard)
+
+
+@mutant(
+    check="sharding.loaded",
+    cause=Cause.NOT_SHARDED,
+    case="mlp/checkpoint/kind=sharded,options=default",
+    base="torch.fully_shard",
+    bugs=("axolotl-ai-cloud/axolotl#3597",),
+)
+class LoadedShardsKeepFullStorages(Adapter):
+    """Only a load leaves shards of the optimizer's state that are views of full tensors."""
+
+    def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
+        """Move each shard into a storage of the full size."""
+        super().load_optim_state(w, kind, state)
+        for values in w.optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, DTensor):
+                    value._local_tensor = _view_of_full(value._local_tensor, value.numel())

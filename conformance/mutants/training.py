@@ -163,3 +163,37 @@ def _assign(w: Wrapped, values: list[Tensor]) -> None:
     with torch.no_grad():
         for p, value in zip(w.module.parameters(), values, strict=True):
             p.copy_(value)
+
+
+@mutant(
+    check="losses.value",
+    cause=Cause.STALE,
+    case="mlp/train/optimizer=sgd",
+    world=1,
+)
+class UnitGatheredBeforeTheStep(Adapter):
+    """One unit's parameters are gathered before the optimizer's step and used after it."""
+
+    _gathered: list[Tensor] | None = None
+
+    def optimizer_step(self, w: Wrapped) -> None:
+        """Gather, then step."""
+        self._gathered = [p.detach().clone() for p in self._unit(w).parameters()]
+        super().optimizer_step(w)
+
+    def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """Use what was gathered."""
+        if self._gathered is None:
+            return super().forward(w, batch, loss_fn)
+        now = [p.detach().clone() for p in self._unit(w).parameters()]
+        self._use(w, self._gathered)
+        loss = super().forward(w, batch, loss_fn)
+        self._use(w, now)
+        return loss
+
+    def _unit(self, w: Wrapped) -> nn.Module:
+        return self.bare(w).get_submodule("first")
+
+    def _use(self, w: Wrapped, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._unit(w).parameters(), values, strict=True):
+            parameter.data = value  # autograd must not see it

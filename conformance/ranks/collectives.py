@@ -93,6 +93,15 @@ class CollectiveRecorder(TorchDispatchMode):
         if self._depth == 0:
             self._modules.remove()
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Record nothing inside; operators then cost what they cost without a recorder."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
     @property
     def streams(self) -> dict[str, StreamEnd]:
         """Where each stream of collectives stands."""

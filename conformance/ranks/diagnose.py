@@ -293,7 +293,7 @@ def _waits(trace: RankTrace, now: float, known: CollectiveRecord | None = None) 
         return f"rank {trace.rank} is{at}"
     seconds = max(0.0, now - trace.last.entered)
     if known is not None and (known.stream, known.nth) == (trace.last.stream, trace.last.nth):
-        return f"rank {trace.rank} waits there since {seconds:.1f} s"
+        return f"rank {trace.rank} waits there for {seconds:.1f} s"
     at = f" and is at {trace.where}" if trace.where else ""
     name = wording.collective(trace.last)
     return f"rank {trace.rank} entered {name} {seconds:.1f} s ago, its last{at}"

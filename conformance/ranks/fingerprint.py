@@ -208,6 +208,7 @@ _SETTINGS: Mapping[str, Callable[[], Any]] = {
     "backend flags": _backends,
     "dispatch modes": lambda: len(_python_dispatch._get_current_dispatch_mode_stack()),
     "global hooks": _global_hooks,
+    "saved tensor hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks(False),
     "default process group": dist.is_initialized,
     "working directory": _working_directory,
     "garbage collector": lambda: (gc.isenabled(), gc.get_threshold()),

@@ -33,6 +33,7 @@ START_TIMEOUT = 300.0
 _ANSWER_TIMEOUT = 30.0
 _ORDERLY_TIMEOUT = 2.0
 _TICK = 0.25
+_ENDING_TICK = 0.01
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; from conformance.ranks.forkserver import main; "
     "main({channel}, {exits}, {preload!r}, {root!r})"
@@ -74,6 +75,7 @@ class ForkServer:
         self._directories = 0
         self._requests = 0
         self._ready = False
+        self._ending = False
         self._partial = b""
         self._statuses: dict[int, str] = {}
         self._channel, theirs = socket.socketpair()
@@ -144,6 +146,8 @@ class ForkServer:
 
     def collect_exits(self, ranks: Sequence[RankProcess]) -> None:
         """Note in `ranks` which have ended, and how. Does not wait."""
+        if self._ending:
+            threading.Event().wait()  # until this process is gone
         with self._lock:
             self._read_exits()
             for rank in ranks:
@@ -178,6 +182,29 @@ class ForkServer:
             self._process.wait(timeout=_ANSWER_TIMEOUT)
         os.close(self._exits)
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def end_now(self) -> None:
+        """End the process and all of its ranks, for a caller that ends right after.
+
+        Asks no lock, which a thread that waits for ranks may hold; such a thread never goes on, so
+        that it takes the end of its ranks for nothing. *Blocks* a few seconds at most.
+        """
+        self._ending = True
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # it then ends its ranks, and itself
+        deadline = time.monotonic() + (_ORDERLY_TIMEOUT if self._ready else 0.0)
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(_ENDING_TICK)
+        if not self._has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its ranks die with it
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _has_ended(self) -> bool:
+        with contextlib.suppress(ChildProcessError):
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        return True
 
     def _wait_ready(self) -> None:
         if not self._ready:

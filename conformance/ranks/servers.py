@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from conformance.ranks.process import ForkServer
 from conformance.ranks.setup import IGNORED_ENVIRONMENT
 
-__all__ = ["lease_server", "release_server"]
+__all__ = ["end_servers", "lease_server", "release_server"]
 
 _Key = tuple[int, tuple[str, ...], frozenset[tuple[str, str]]]
 
@@ -51,6 +51,15 @@ def release_server(server: ForkServer) -> None:
         for key in [key for key, known in _servers.items() if known is server]:
             del _servers[key]
     server.close()
+
+
+def end_servers() -> None:
+    """End every forkserver of this process with its ranks, whoever uses it.
+
+    For a process that ends right after, such as in a handler of a signal: no lock is asked for.
+    """
+    for server in list(_servers.values()):
+        server.end_now()
 
 
 def _fixed_environment() -> dict[str, str]:

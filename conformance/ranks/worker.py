@@ -28,6 +28,7 @@ from conformance.ranks import fingerprint
 from conformance.ranks.collectives import CollectiveRecorder
 from conformance.ranks.context import RankContext, is_skip
 from conformance.ranks.job import Job, load_function
+from conformance.ranks.meshes import forget_meshes
 from conformance.ranks.outcome import RankStatus
 from conformance.ranks.records import Ring
 from conformance.ranks.setup import RankSetup
@@ -87,10 +88,9 @@ class _Rank:
         self.before = {}
         if dist.is_initialized():
             made = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]
-            if made and _meshes_over(made):
-                # DTensor's caches, some of them below Python, answer for an equal mesh of a later
-                # job with the groups of this one, which are gone
-                changed = [*changed, "process groups of a mesh, which DTensor remembers"]
+            if not forget_meshes(made):
+                # an equal mesh of a later job would get the groups of this one, which are gone
+                changed = [*changed, "process groups of a mesh that something holds"]
             for group in made:
                 dist.destroy_process_group(group)
         random = sys.modules.get("torch.distributed.tensor._random")
@@ -196,16 +196,6 @@ def _take_device(setup: RankSetup) -> torch.device:
 def _groups_made() -> int:
     """How many process groups this process has made so far; new ones are numbered from there."""
     return int(dist.distributed_c10d._world.group_count)
-
-
-def _meshes_over(groups: list[dist.ProcessGroup]) -> bool:
-    """Whether a mesh of any of ``groups`` outlived the job that made it.
-
-    What jobs before this one left is frozen, and not among the objects that are looked at.
-    """
-    mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
-    meshes = [each for each in gc.get_objects() if type(each) is mesh]
-    return any(group in groups for each in meshes for group in each.get_all_groups())
 
 
 def _plain(value: Any) -> Any:

@@ -32,16 +32,25 @@ class Family:
 
     failures: tuple[CaseFailure, ...]
 
+    @property
+    def unexplained(self) -> bool:
+        """Whether they are like no known defect."""
+        return self.failures[0].finding.cause is Cause.UNEXPLAINED
+
 
 def families(reported: Sequence[Reported]) -> list[Family]:
-    """All failures of the judged adapters, in the order in which the first of each kind came."""
+    """All failures of the judged adapters, in the order in which the first of each kind came.
+
+    Those that are like no known defect come last: what is explained may explain them too.
+    """
     groups: dict[tuple[str, ...], list[CaseFailure]] = {}
     for failure in failures_of(reported):
         finding = failure.finding
         what = _exception(finding.sentence) if finding.cause is Cause.EXCEPTION else ""
         key = (finding.adapter, finding.verdict, finding.check, str(finding.cause), what)
         groups.setdefault(key, []).append(failure)
-    return [Family(failures=tuple(group)) for group in groups.values()]
+    found = [Family(failures=tuple(group)) for group in groups.values()]
+    return sorted(found, key=lambda family: family.unexplained)
 
 
 def _exception(sentence: str) -> str:

@@ -14,11 +14,18 @@ from conformance.report.group import CaseFailure, Family, families
 from conformance.report.lines import Log, Reported, Role
 from conformance.report.log import counts
 from conformance.report.table import matrix_text
-from conformance.verdicts import BAD, COMPLETED, UNDECIDED, Finding, Verdict, adapter_label
+from conformance.verdicts import (
+    BAD,
+    COMPLETED,
+    UNDECIDED,
+    Finding,
+    Verdict,
+    adapter_label,
+)
 
 WIDTH = 100
-_EXPECTED = {Verdict.XFAIL: "as expected", Verdict.XPASS: "expected to fail"}
-"""How the reason of an expectation is told, by the verdict that it led to."""
+LONGEST = 300
+"""Characters of a sentence that are shown; the log has all of it."""
 
 
 def report_text(log: Log) -> str:
@@ -36,14 +43,12 @@ def report_text(log: Log) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def finding_text(reported: Reported) -> str:
-    """One plain line per finding, for output that is no terminal."""
-    finding = reported.finding
-    role = "" if reported.role is Role.JUDGED else f" ({reported.role})"
-    tail = finding.sentence or _margin(finding)
-    known = _EXPECTED.get(finding.verdict, "expected")
-    reason = f" [{known}: {reported.reason}]" if reported.reason else ""
-    return f"{finding.verdict:<11} {finding.id}{role}{'  ' + tail if tail else ''}{reason}"
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """`text`, cut between two words if it is long."""
+    if len(text) <= longest:
+        return text
+    kept = text[:longest].rpartition(" ")[0] or text[: longest - 1]
+    return f"{kept} …"
 
 
 def labels(log: Log) -> list[str]:
@@ -55,7 +60,7 @@ def family_text(family: Family) -> str:
     """Failures that look alike: the first in full, the others by number."""
     first = family.failures[0]
     finding = first.finding
-    lines = [f"{finding.verdict}  {finding.id}", *indented(finding.sentence, 6)]
+    lines = [f"{finding.verdict}  {finding.id}", *indented(shortened(finding.sentence), 6)]
     if finding.cause is not None:
         lines.append(f"      cause: {finding.cause}")
     if first.later:
@@ -87,7 +92,7 @@ def undecided_text(reported: Sequence[Reported]) -> str:
     lines: list[str] = []
     for (verdict, check, sentence), findings in groups.items():
         lines.append(f"{verdict}  {check} in {number(len(findings), 'case')}")
-        lines += indented(sentence, 6)
+        lines += indented(shortened(sentence), 6)
         lines.append(f"      {findings[0].id}")
     return "\n".join(lines)
 
@@ -129,7 +134,7 @@ def summary_text(log: Log, label: str) -> str:
     unsupported = [f for f in findings if f.verdict is Verdict.UNSUPPORTED]
     refused = Counter(f.sentence for f in unsupported if f.check == COMPLETED)
     for sentence, times in refused.items():
-        lines += indented(f"{number(times, 'case')} {sentence}", 2)
+        lines += indented(f"{number(times, 'case')} {shortened(sentence)}", 2)
     for remark, models in _remarks(findings).items():
         lines += indented(f"{', '.join(models)}: {remark}", 2)
     unclaimed = Counter(f.sentence for f in unsupported if f.sentence.startswith("not claimed"))
@@ -149,13 +154,23 @@ def _claims(log: Log, label: str, findings: Sequence[Finding]) -> str:
 
 
 def claims_text(reported: Sequence[Reported]) -> str:
-    """Capabilities that work although they are not claimed."""
-    works = [
-        item.finding
-        for item in reported
-        if item.role is Role.PROBE and item.finding.where.get("works")
-    ]
-    return "\n".join(line for f in works for line in indented(f"{_label(f)}: {f.sentence}", 0))
+    """Capabilities that work although they are not claimed, unless what is claimed does not."""
+    failed = {
+        _label(r.finding) for r in reported if r.role is Role.JUDGED and r.finding.verdict in BAD
+    }
+    tried: dict[str, dict[tuple[str, ...], bool]] = {}
+    for finding in (r.finding for r in reported if r.role is Role.PROBE):
+        names = tuple(finding.where.get("capabilities", ()))
+        found = tried.setdefault(_label(finding), {})
+        found[names] = found.get(names, True) and bool(finding.where.get("works"))
+    lines: list[str] = []
+    for label, found in tried.items():
+        works = sorted({name for names, all_work in found.items() if all_work for name in names})
+        if works and label not in failed:
+            named = ", ".join(f'"{name}"' for name in works)
+            lines.append(f"{label}: not claimed, but it works here; you may claim")
+            lines.append(f"      frozenset({{{named}}})")
+    return "\n".join(lines)
 
 
 def verdict_text(log: Log) -> str:
@@ -218,12 +233,6 @@ def _worst(findings: Iterable[Finding]) -> str:
         return ""
     ratio, finding = max(ratios, key=lambda pair: pair[0])
     return f"; largest error / bound of a PASS {ratio:.2g} ({finding.check}, {finding.case})"
-
-
-def _margin(finding: Finding) -> str:
-    if finding.error is None or finding.bound is None:
-        return ""
-    return f"error {finding.error:.2g}, bound {finding.bound:.2g}"
 
 
 def _label(finding: Finding) -> str:

@@ -2,6 +2,9 @@
 
 Options of the case: ``kind`` is full, sharded, local or save (a directory); ``options`` is default
 (the wrapper's own) or explicit (state on CPU, full state on rank 0 only).
+
+At the end a full state with explicit options, or a second directory, is loaded once more, into what
+has trained by then, between two evaluations.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from conformance.scenarios.states import (
 
 STEPS_BEFORE = 2
 STEPS_AFTER = 2
+BEFORE_LOAD, AFTER_LOAD = 0, 1
+"""Indices of the evaluations around a load."""
+LATER = "checkpoint_later"
+"""Name of the second directory."""
 RATE_FACTOR = 0.5
 """What the learning rate is multiplied by between steps, as a scheduler does."""
 
@@ -33,27 +40,35 @@ RATE_FACTOR = 0.5
 def checkpoint(run: Run) -> None:
     """Two steps, save, build anew, load, two more steps.
 
-    After a save into a directory the saved pair takes a step before the load: what is on disk must
-    not follow. States in memory may be the wrapper's own tensors, so there it takes none.
+    After a save into a directory the saved pair takes a step before the load, and is saved into
+    another one, which is loaded at the very end: what is on disk must not follow, nor stay. States
+    in memory may be the wrapper's own tensors, so there it takes none.
     """
     w = train_until_save(run)
+    in_directory = run.case.option("kind") == "save"
+    explicit = run.case.option("kind") == "full" and run.case.option("options") == "explicit"
     with run.phase("save"):
         saved = _save(run, w)
         run.observe_state(w, step=STEPS_BEFORE - 1, prefix="kept_")
     if run.case.option("kind") == "full":
         with run.phase("bare load"):
             run.writer.write("bare", each(saved.model, lambda state: _in_bare(run, state)))
-    if run.case.option("kind") == "save":
+    if in_directory:
         with run.phase("go on"):
             _go_on(run, w)
+            run.adapter.save(w, run.scratch / LATER)
     with run.phase("build again"):
         fresh = run.build(optimizer=with_other_hyperparameters(run.optimizer), perturbed=True)
-        if run.case.option("kind") == "save":
+        if in_directory:
             remember_rates(fresh)  # a directory is read into what is there
     with run.phase("load"):
         _load(run, fresh, saved)
         run.observe_state(fresh, step=STEPS_BEFORE - 1, prefix="loaded_")
+        run.observe_stored(fresh, step=STEPS_BEFORE - 1)
     train_on(run, fresh)
+    if in_directory or explicit:
+        with run.phase("load again"):
+            _load_again(run, fresh, saved)
 
 
 def train_until_save(run: Run) -> Wrapped:
@@ -133,6 +148,22 @@ def _load(run: Run, w: Wrapped, saved: Saved) -> None:
     state_kind = cast(StateKind, kind)
     run.adapter.load_model_state(w, state_kind, saved.model)
     run.adapter.load_optim_state(w, state_kind, saved.optimizer)
+
+
+def _load_again(run: Run, w: Wrapped, saved: Saved) -> None:
+    """The second directory, or the full model state; the loss of one batch before and after."""
+
+    def evaluate(index: int) -> None:
+        loss = run.adapter.evaluate(w, run.batch(99, 0), run.model.loss)
+        run.writer.write("eval_loss", loss, index=index)
+
+    evaluate(BEFORE_LOAD)
+    if run.case.option("kind") == "save":
+        run.adapter.load(w, run.scratch / LATER)
+        run.observe_state(w, step=STEPS_BEFORE, prefix="loaded_")
+    else:  # optimizers may go on with the very tensors of a state that was loaded
+        run.adapter.load_model_state(w, "full", saved.model)
+    evaluate(AFTER_LOAD)
 
 
 def remember_rates(w: Wrapped) -> None:

@@ -31,6 +31,9 @@ class Meter(Protocol):
     def read(self, usual: int | None = None) -> int:
         """Live bytes; while they are more than `usual`, waits a moment for buffers in flight."""
 
+    def uncollected(self) -> int:
+        """Live bytes as they are, without a garbage collection and without waiting."""
+
 
 @contextmanager
 def metering(device: torch.device) -> Iterator[Meter]:
@@ -64,6 +67,10 @@ class AcceleratorMeter:
         A communicator's watchdog drops what a finished collective used, some time after it ended.
         """
         return _settled(self._now, None if usual is None else usual + self._before) - self._before
+
+    def uncollected(self) -> int:
+        """See `Meter`."""
+        return int(torch.accelerator.memory_allocated(self._device)) - self._before
 
     def _warm_up(self) -> None:
         """Let libraries take their workspaces, which stay and are nobody's.
@@ -109,9 +116,10 @@ class CpuMeter(TorchDispatchMode):
     def read(self, usual: int | None = None) -> int:
         """See `Meter`. Blocks for at most `SETTLE_SECONDS`."""
         gc.collect()
-        return _settled(self._now, usual)
+        return _settled(self.uncollected, usual)
 
-    def _now(self) -> int:
+    def uncollected(self) -> int:
+        """See `Meter`."""
         total = 0
         for key, reference in list(self._storages.items()):
             storage = reference()

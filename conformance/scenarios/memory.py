@@ -1,4 +1,7 @@
-"""Steps and evaluations during which only the live bytes are observed: a pass of its own."""
+"""Steps and evaluations during which only the live bytes are observed: a pass of its own.
+
+What is left when a wrapped model is dropped comes last, on pairs of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass, field
 
 from conformance.adapter import Wrapped
 from conformance.per_rank import each
+from conformance.scenarios.deletion import lives
 from conformance.scenarios.live_bytes import Meter, metering
 from conformance.scenarios.run import Run
 
@@ -15,7 +19,8 @@ STEPS = 5
 def memory(run: Run) -> None:
     """Five steps, each followed by an evaluation; live bytes after each part.
 
-    Until the last reading nothing else is recorded: a history keeps the tensors that it is given.
+    Until the last step is over nothing else is recorded: a history keeps the tensors that it is
+    given.
     """
     with metering(run.device) as meter:
         with run.phase("build"):
@@ -24,8 +29,10 @@ def memory(run: Run) -> None:
         for step in range(STEPS):
             with run.phase(f"step {step}"):
                 watch.train_step(w, step)
-    with run.phase("end"):
-        run.observe_state(w, step=STEPS - 1)
+        with run.phase("end"):
+            run.observe_state(w, step=STEPS - 1)
+        del w, watch
+        lives(run, meter)
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ CLIPS: tuple[Clip | None, ...] = (
     Clip(max_norm=0.1, norm_type=2.0),
     Clip(max_norm=0.02, norm_type=math.inf),
     Clip(max_norm=1.0, norm_type=1.0),
-    None,
+    Clip(max_norm=1e3, norm_type=2.0),  # far above any norm: it must change nothing
     Clip(max_norm=0.1, norm_type=2.0),
 )
 
@@ -50,7 +50,7 @@ class Scenario:
 
 
 def train(run: Run) -> None:
-    """Six steps, with clipping that bites, and an evaluation in between."""
+    """Six steps, with clipping that bites and one that must not, and an evaluation in between."""
     with run.phase("build"):
         w = run.build()
         run.observe_built(w)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from conformance.preload import PRELOAD
 from conformance.ranks import RankPool
-from conformance.session import PRELOAD
 
 
 @pytest.fixture(scope="session")

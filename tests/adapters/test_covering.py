@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from conformance.adapter import BuildConfig
-from conformance.adapters import adapter_class, covering
+from conformance.adapters import adapter_class, covering, make_adapter
 from conformance.adapters.covering import DTYPES, FOUR_RANKS, ROWS, CoveringAdapter
 from conformance.adapters.wrapping import HYBRID, STRATEGIES, variants
 from conformance.models import case
 from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
 from conformance.testing import assert_parity
 from conformance.testing.place import standing
+from conformance.work import variants_of
 
 VALUES: tuple[tuple[Any, ...], ...] = (
     (False, True),
@@ -145,3 +146,14 @@ def test_a_row_trains_like_the_unsharded_oracle(variant: str) -> None:
     # Jobs that make meshes of several dims leave them in the caches of a rank.
     outcome = shared_pool(2, "cpu").run(job, fresh="HYBRID" in variant)
     assert outcome.verdict is RankVerdict.OK, outcome.sentence
+
+
+@pytest.mark.parametrize(
+    "module", ["fsdp_wrapper", "torch_fsdp1", "fsdp_composable", "torch_fsdp2"]
+)
+def test_every_mesh_of_four_ranks_is_a_variant(module: str) -> None:
+    name = f"conformance.adapters.{module}:MeshesAdapter"
+    subjects = variants_of(name, ())
+    replicas = [make_adapter(name, s.variant)[0].replicas for s in subjects]
+    assert replicas == [1, 2, 4] * (len(subjects) // 3)
+    assert {s.variant.rpartition("mesh=")[2] for s in subjects} == {"(1,4)", "(2,2)", "(4,1)"}

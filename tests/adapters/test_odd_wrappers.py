@@ -18,6 +18,8 @@ from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict
 
+pytestmark = pytest.mark.usefixtures("forkserver")
+
 SHARDED = "conformance.adapters.odd.interleaved:InterleavedShards"
 LATE = "conformance.adapters.odd.reductions:FinishedInTheStep"
 

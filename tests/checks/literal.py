@@ -199,6 +199,9 @@ def training(
         story.see("gradients_of_rank", *(tied(g) for g in own), step=step)
         last = {n: g / accumulation for n, g in _mean(micro[-1]).items()}
         story.see("gradients_last_micro", tied(last), step=step)
+        for index, of_ranks in enumerate(micro if step == 0 and accumulation > 1 else ()):
+            parts = [tied({n: g / accumulation for n, g in part.items()}) for part in of_ranks]
+            story.see("gradients_of_micro", *parts, step=0, micro=index)
         if accumulation > 1:
             shares = [{n: g / accumulation for n, g in _mean(m).items()} for m in micro]
             powers = [2.0 ** (accumulation - 1 - index) for index in range(accumulation)]

@@ -96,6 +96,46 @@ def test_gradients_clipped_by_a_wrong_norm_are_named() -> None:
     assert cause("clip.gradients", story) is Cause.COUNTED_TWICE
 
 
+def _with_a_threshold_far_above() -> Story:
+    """The second step's gradients once more, in a third step whose clipping must do nothing."""
+    story = training()
+    story.phase("step 2")
+    gradients, norm = story.value("gradients", step=1), story.value("grad_norm", **AT)
+    story.see("gradients", gradients, step=2)
+    own = [story.value("gradients_of_rank", rank, step=1) for rank in (0, 1)]
+    story.see("gradients_of_rank", *own, step=2)
+    story.see("grad_norm", norm, step=2, p="2", max_norm=1e3)
+    story.see("clipped", gradients, step=2)
+    return story
+
+
+def test_a_threshold_far_above_the_norm_changes_nothing() -> None:
+    assert cause("clip.gradients", _with_a_threshold_far_above()) is None
+
+
+def test_a_gradient_that_grows_to_the_threshold_is_scaled() -> None:
+    story = _with_a_threshold_far_above()
+    factor = 1e3 / whole(story)
+    grown = {n: g * factor for n, g in story.value("clipped", step=2).items() if g is not None}
+    story.instead("clipped", grown, step=2)
+    assert cause("clip.gradients", story) is Cause.SCALED
+    story.wrong.clear()
+    story.instead("clipped", {"bias": grown["bias"]}, step=2)
+    assert cause("clip.gradients", story) is Cause.SCALED
+
+
+def test_ranks_that_clip_their_own_rows_by_their_own_norm_are_named() -> None:
+    story = training()
+    tree = story.value("gradients", step=1)
+    parts = [[g.chunk(2)[r] for g in tree.values() if isinstance(g, Tensor)] for r in (0, 1)]
+    norms = [float(torch.stack([p.norm() for p in part]).norm()) for part in parts]
+    rows = zip(tree["body"].chunk(2), norms, strict=True)
+    story.instead("clipped", {"body": torch.cat([r * 0.1 / n for r, n in rows])}, step=1)
+    assert cause("clip.gradients", story) is Cause.LOCAL_NORM
+    story.replicas = 2  # nothing is cut: such rows are nobody's
+    assert cause("clip.gradients", story) is Cause.UNEXPLAINED
+
+
 @pytest.mark.parametrize("check", ["clip.norm", "clip.gradients"])
 def test_a_threshold_that_does_not_bite_proves_nothing(check: str) -> None:
     story = training()

@@ -59,6 +59,20 @@ def test_a_full_copy_on_every_rank_is_not_sharded(told: Story, part: str) -> Non
     assert part in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [(OPTIMIZER // 2, None), (OPTIMIZER, Cause.NOT_SHARDED)]
+)
+def test_bytes_are_counted_after_a_load_too(optimizer: int, expected: Cause | None) -> None:
+    told = Story(case=Case.of("literal", "checkpoint", kind="save"), capabilities=CLAIMS)
+    told.phase("load")
+    sizes(told, 1)
+    value = {"parameters/float32": PARAMETERS // 2, "optimizer/float32": optimizer}
+    told.see("stored", value, step=1)
+    found = first_mismatch("sharding.loaded", told)
+    assert (found and found.cause) is expected
+    assert found is None or "together after the load, sharding needs" in found.sentence
+
+
 def test_less_than_the_model_has_is_not_believed() -> None:
     found = first_mismatch("sharding.bytes", stored(PARAMETERS // 4, OPTIMIZER // 2))
     assert found is not None

@@ -66,6 +66,24 @@ def story(kind: str = "full", options: str = "default") -> Story:
     return told
 
 
+def twice() -> Story:
+    """A directory, and a second one that the saved pair wrote a step later, loaded at the end."""
+    told = story("save")
+    told.phase("go on")
+    told.see("kept_parameters", parameters(3), step=2)
+    told.see("kept_optimizer_state", optimizer(2), step=2)
+    told.see("kept_buffers", {"mean": OTHER[0] + 1}, step=2)
+    told.phase("step 3")
+    told.see("parameters", parameters(5), step=3)
+    told.see("optimizer_state", optimizer(5), step=3)
+    told.see("buffers", {"mean": OTHER[0] + 2}, step=3)
+    told.phase("load again")
+    told.see("loaded_parameters", parameters(3), step=2)
+    told.see("loaded_optimizer_state", optimizer(2), step=2)
+    told.see("loaded_buffers", {"mean": OTHER[0] + 1}, step=2)
+    return told
+
+
 CHECKS = (
     "state_dict.keys",
     "state_dict.tensors",
@@ -302,3 +320,68 @@ def test_a_step_before_the_save_is_not_the_optimizers_resume() -> None:
 )
 def test_a_check_applies_to_the_kinds_that_it_can_judge(check: str, kinds: set[str]) -> None:
     assert kinds_judged(check) == kinds
+
+
+def test_the_second_directory_holds_the_second_state() -> None:
+    for check in ("resume.model", "resume.optimizer"):
+        assert cause(check, twice()) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "state", "buffer", "expected"),
+    [
+        (parameters(2), optimizer(1), OTHER[0], Cause.STALE),  # as in the first directory
+        (parameters(5), optimizer(5), OTHER[0] + 2, Cause.NOT_LOADED),
+    ],
+)
+def test_what_else_comes_out_of_the_second_directory_is_named(
+    values: dict[str, Tensor], state: dict[str, Tensor], buffer: Tensor, expected: Cause
+) -> None:
+    told = twice()
+    told.instead("loaded_parameters", {"bias": values["bias"]}, step=2)
+    assert cause("resume.model", told) is expected
+    told = twice()
+    told.instead("loaded_buffers", {"mean": buffer}, step=2)
+    assert cause("resume.model", told) is expected
+    told = twice()
+    told.instead("loaded_optimizer_state", {"body/exp_avg": state["body/exp_avg"]}, step=2)
+    assert cause("resume.optimizer", told) is expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((0, 1, 3, 2), Cause.OFF_BY_ONE_SHARD),  # of rank 1 alone
+        ((2, 3, 0, 1), Cause.OTHER_RANK),  # dealt out the other way round
+        ((2, 0, 3, 1), Cause.PERMUTED),
+    ],
+)
+def test_loaded_rows_in_wrong_places_are_named(rows: tuple[int, ...], expected: Cause) -> None:
+    told = story("sharded")
+    moved = optimizer(1)["body/exp_avg"][list(rows)]
+    told.instead("loaded_optimizer_state", {"body/exp_avg": moved}, step=1)
+    assert cause("resume.optimizer", told) is expected
+    told = story("sharded")
+    moved = parameters(2)["body"][list(rows)]
+    told.instead("loaded_parameters", {"body": moved, "head": moved}, step=1)
+    assert cause("resume.model", told) is expected
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"), [("head", Cause.UNTIED), ("body", Cause.UNTIED), (None, None)]
+)
+def test_a_state_under_one_name_of_two_is_untied(lost: str | None, expected: Cause | None) -> None:
+    told = story()
+    both = {f"head{key.removeprefix('body')}": value for key, value in optimizer(1).items()}
+    both |= optimizer(1)
+    told.seen = [
+        (what, at, [both, both] if what.endswith("optimizer_state") else v, m)
+        for what, at, v, m in told.seen
+    ]
+    left = {k: v for k, v in both.items() if lost is None or not k.startswith(f"{lost}/")}
+    told.wrong[0, "loaded_optimizer_state", str({"step": 1})] = left
+    found = first_mismatch("resume.optimizer", told)
+    assert (found and found.cause) is expected
+    if found is not None:
+        other = "body" if lost == "head" else "head"
+        assert f"{lost}/exp_avg after the load, rank 0: only {other} has one" in found.sentence

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from conformance.adapter import Conventions
 from conformance.causes import Cause
 from conformance.checks.updates import stepped
 from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
+from tests.checks import literal
 from tests.checks.literal import Story, cause, first_mismatch, tied, training
 
 SINGLE = [
@@ -81,6 +84,17 @@ def test_evaluation_may_take_over_buffers_or_not() -> None:
     story.conventions = Conventions(buffers="rank0")
     story.instead("eval_loss", torch.tensor(2.5), rank=0, index=0)
     assert cause("losses.value", story) is None
+
+
+@pytest.mark.parametrize(("traits", "right"), [({"buffers"}, True), (set(), False)])
+def test_after_a_load_evaluation_depends_on_whose_buffers_came(
+    monkeypatch: pytest.MonkeyPatch, traits: set[str], *, right: bool
+) -> None:
+    model = dataclasses.replace(literal.MODEL, traits=frozenset(traits))
+    monkeypatch.setattr(literal, "MODEL", model)
+    story = training(scenario="checkpoint")
+    story.instead("eval_loss", torch.tensor(2.75), rank=0, index=0)
+    assert (cause("losses.value", story) is None) is right
 
 
 def _scaled(story: Story, factor: float) -> Story:
@@ -232,3 +246,153 @@ def test_only_the_end_counts_for_parameters_end() -> None:
     story = training()
     story.instead("parameters", story.value("parameters", step=-1), step=0)
     assert cause("parameters.end", story) is None
+
+
+def _after_an_evaluation() -> Story:
+    """A run that goes on after its evaluation."""
+    story = training()
+    story.phase("step 2")
+    losses = (torch.tensor(2.0), torch.tensor(1.7))
+    story.see("stale_loss", *(loss + 0.7 for loss in losses), step=2, micro=0)
+    story.see("loss", *losses, step=2, micro=0)
+    return story
+
+
+def test_the_first_wrong_loss_after_an_evaluation_is_its_doing() -> None:
+    story = _after_an_evaluation()
+    story.instead("loss", torch.tensor(2.3), rank=0, step=2, micro=0)
+    first = first_mismatch("losses.value", story)
+    assert first is not None
+    assert first.cause is Cause.CHANGED_BY_EVAL
+    assert "changed the training state; all before it is right" in first.sentence
+
+
+@pytest.mark.parametrize("what", ["parameters_after_eval", "buffers_after_eval"])
+def test_an_evaluation_that_left_something_wrong_is_not_blamed(what: str) -> None:
+    story = _after_an_evaluation()
+    story.instead("loss", torch.tensor(2.3), rank=0, step=2, micro=0)
+    name, value = next(iter(story.value(what, index=0).items()))
+    story.instead(what, {name: value + 1}, rank=0, index=0)
+    assert cause("losses.value", story) is Cause.UNEXPLAINED
+
+
+def test_an_evaluation_that_is_over_for_a_step_is_not_blamed() -> None:
+    story = _after_an_evaluation()
+    story.phase("step 3")
+    story.see("loss", torch.tensor(1.5), torch.tensor(1.2), step=3, micro=0)
+    story.instead("loss", torch.tensor(2.3), rank=0, step=3, micro=0)
+    assert cause("losses.value", story) is Cause.UNEXPLAINED
+
+
+def test_a_loss_that_a_cause_explains_is_no_evaluations_doing() -> None:
+    story = _after_an_evaluation()
+    stale = story.value("stale_loss", 0, step=2, micro=0)
+    story.instead("loss", stale, rank=0, step=2, micro=0)
+    assert cause("losses.value", story) is Cause.STALE
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, Cause.STALE), (0, Cause.UNEXPLAINED)])
+def test_the_loss_of_one_units_older_weights_is_stale(step: int, expected: Cause) -> None:
+    story = training()
+    story.see("stale_loss_of_unit", torch.tensor(4.3), torch.tensor(4.1), **AT, unit="body")
+    story.instead("loss", torch.tensor(4.1), rank=1, step=step, micro=0)
+    assert cause("losses.value", story) is expected
+
+
+AT = {"step": 1, "micro": 0}
+
+
+@pytest.mark.parametrize(("index", "expected"), [(1, Cause.NOT_LOADED), (2, Cause.UNEXPLAINED)])
+def test_the_evaluation_after_a_load_is_not_that_of_before_it(index: int, expected: Cause) -> None:
+    story = training()
+    story.see("eval_loss", torch.tensor(1.3), torch.tensor(1.1), index=index)
+    story.instead("eval_loss", torch.tensor(2.0), rank=0, index=index)  # as at index 0
+    assert cause("losses.value", story) is expected
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, Cause.STALE), (None, Cause.ZERO)])
+def test_a_first_step_that_some_ranks_do_not_see_is_stale(
+    rank: int | None, expected: Cause
+) -> None:
+    story = training()
+    before = story.value("parameters", step=-1)["bias"]
+    story.instead("parameters", {"bias": before}, rank=rank, step=0)
+    first = first_mismatch("parameters.first_step", story)
+    assert first is not None
+    assert first.cause is expected
+    assert first.sentence.endswith("; right on rank 1") is (rank == 0)
+
+
+def test_a_gradient_where_none_is_due_that_is_the_last_steps_is_stale() -> None:
+    kept = {"kept": torch.tensor([0.5, -1.0])}
+    for earlier, expected in ((kept, Cause.STALE), ({}, Cause.UNEXPECTED_GRADIENT)):
+        story = training(scenario="varying")
+        due = {**story.value("gradients", step=0), **earlier}
+        story.seen = [
+            (what, at, [due, due] if (what, dict(at)) == ("gradients", {"step": 0}) else v, m)
+            for what, at, v, m in story.seen
+        ]
+        story.instead("gradients", kept, step=1)
+        assert cause("gradients.value", story) is expected
+
+
+def test_another_parameters_gradient_is_permuted() -> None:
+    story = training(spare=torch.tensor([0.25, 0.5]))
+    other = {"kept": torch.tensor([0.75, -1.5])}  # of the same shape as `spare`
+    story.seen = [
+        (what, at, [{**value, **other} for value in v] if what == "gradients" else v, m)
+        for what, at, v, m in story.seen
+    ]
+    story.instead("gradients", {"spare": other["kept"]}, step=0)
+    assert cause("gradients.value", story) is Cause.PERMUTED
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((1, 0, 2, 3), Cause.OFF_BY_ONE_SHARD),  # of rank 0 alone
+        ((2, 3, 0, 1), Cause.OTHER_RANK),  # dealt out the other way round
+        ((0, 1, 0, 1), Cause.OTHER_RANK),  # rank 1 has those of rank 0
+        ((3, 1, 2, 0), Cause.PERMUTED),
+    ],
+)
+def test_rows_in_wrong_places_are_named(rows: tuple[int, ...], expected: Cause) -> None:
+    story = training()
+    body = story.value("gradients", step=0)["body"][list(rows)]
+    story.instead("gradients", tied({"body": body}), step=0)
+    assert cause("gradients.value", story) is expected
+
+
+def _parts(story: Story, name: str) -> list[list[Tensor]]:
+    """Per rank, the gradients of its micro-batches."""
+    at = [{"step": 0, "micro": m} for m in range(3)]
+    return [[story.value("gradients_of_micro", r, **w)[name] for w in at] for r in (0, 1)]
+
+
+@pytest.mark.parametrize("check", ["accumulation.big_batch", "gradients.value"])
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_micro_batches_that_wait_rounded_are_named(
+    check: str,
+    short: torch.dtype,
+    reduced: bool,  # noqa: FBT001 - a column
+) -> None:
+    story = training(accumulation=3)
+    own = _parts(story, "bias")
+    if reduced:
+        own = [[(a + b) / 2 for a, b in zip(*own, strict=True)]] * 2
+    waited = [((a.to(short).float() + b).to(short)).float() + c for a, b, c in own]
+    story.instead("gradients", {"bias": (waited[0] + waited[1]) / 2}, step=0)
+    assert cause(check, story) is Cause.DTYPE_ROUND_TRIP
+
+
+def test_micro_batches_that_stay_in_their_replica_are_not_reduced() -> None:
+    story = training(accumulation=3)
+    own = _parts(story, "bias")
+    last = (own[0][2] + own[1][2]) / 2
+    for rank in (0, 1):
+        value = own[rank][0] + own[rank][1] + last
+        story.instead("gradients", {"bias": value}, rank=rank, step=0)
+    assert cause("accumulation.big_batch", story) is Cause.UNEXPLAINED
+    story.replicas = 2
+    assert cause("accumulation.big_batch", story) is Cause.NOT_REDUCED

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from conformance.cli.repeating import recheck_command
 from conformance.report.lines import Role, read_log
+from tests.cli import here
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 BLOCK = re.compile(r"^```python\n# my_adapter\.py\n(.*?)^```$", re.M | re.S)
-MODELS = ["--model", "mlp", "--model", "batchnorm", "--model", "transformer"]
+MODELS = ["--model", "batchnorm", "--model", "transformer"]
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +26,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(folder: Path) -> subprocess.CompletedProcess[str]:
+def done(folder: Path, forkserver: None) -> here.Done:
     options = ["--depth", "narrow", *MODELS, "--device", "cpu", "--jobs", "2", "--out", "result"]
-    return subprocess.run(
-        [sys.executable, "-m", "conformance", "run", "my_adapter:MyAdapter", *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return here.command(folder, "run", "my_adapter:MyAdapter", *options)
 
 
-def test_the_adapter_of_the_readme_passes_every_check(
-    folder: Path, done: subprocess.CompletedProcess[str]
-) -> None:
+def test_the_adapter_of_the_readme_passes_every_check(folder: Path, done: here.Done) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nmy_adapter:MyAdapter: " in done.stdout  # under the name that was typed
     reported = read_log(folder / "result" / "run.jsonl").reported

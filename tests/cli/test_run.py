@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ import pytest
 
 from conformance.cli.repeating import recheck_command
 from conformance.report.lines import Log, Role, read_log, schema
+from tests.cli import here
 
 ADAPTER = '''
 import time
@@ -46,7 +49,7 @@ class Late(Adapter):
 '''
 NAME = "mine:Late"
 CASE = "mlp/train/accumulation=1,optimizer=sgd"
-SELECTION = ["--variant", "default", "--model", "mlp", "--device", "cpu", "--jobs", "1"]
+SELECTION = ["--variant", "default", "--case", CASE, "--device", "cpu", "--jobs", "1"]
 Done = subprocess.CompletedProcess[str]
 CHECKS = ["--check", "clip.*"]
 
@@ -84,6 +87,7 @@ def test_a_wrong_wrapper_fails_for_the_stated_reason(done: Done, log: Log) -> No
     assert "clip.gradients" in bad
     told = re.findall(r"^FAIL  (\S+)@", done.stdout, re.MULTILINE)
     assert told == ["clip.gradients"]  # one story: what follows from it is folded
+    assert "\n\nFAIL  clip.gradients@" in done.stdout  # set apart from the lines of the cases
 
 
 def test_the_control_and_the_probes_stand_in_the_log(log: Log) -> None:
@@ -95,11 +99,13 @@ def test_the_control_and_the_probes_stand_in_the_log(log: Log) -> None:
     assert {"claim.clip.p1", "claim.clip.pinf"} <= probes
 
 
-def test_without_a_terminal_every_finding_is_a_line(done: Done, log: Log) -> None:
+def test_without_a_terminal_all_is_a_line_that_is_not_pass(done: Done, log: Log) -> None:
     lines = done.stdout.splitlines()
-    for one in log.reported:
-        start = f"{one.finding.verdict:<11} {one.finding.id}"
+    for finding in (one.finding for one in log.reported if one.finding.verdict != "UNSUPPORTED"):
+        passed = f"PASS        {finding.id.partition('@')[2]}"
+        start = passed if finding.verdict == "PASS" else f"{finding.verdict:<11} {finding.id}"
         assert [line for line in lines if line.startswith(start)], start
+    assert not [line for line in lines if line.startswith("PASS") and "@" in line]
 
 
 def test_every_written_line_fits_its_schema(folder: Path, done: Done) -> None:
@@ -144,23 +150,30 @@ def test_recheck_sees_a_changed_history(folder: Path, log: Log, tmp_path: Path, 
     assert changed[0].endswith("the wrapper's run lacks clipped {'step': 1} was not observed")
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_the_repro_line_of_a_failure_repeats_it(folder: Path, log: Log) -> None:
     failed = next(o.finding for o in log.reported if o.finding.verdict == "FAIL")
-    shown = subprocess.run(
-        failed.repro.replace("fsdp-conformance", f"{sys.executable} -m conformance", 1),
-        shell=True,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    program, *arguments = shlex.split(failed.repro)
+    assert program == "fsdp-conformance"
+    shown = here.command(folder, *arguments)
     assert shown.returncode == 1, shown.stdout + shown.stderr
-    others, _, asked = shown.stdout.partition("\nwhat was asked for:\n")
-    assert others.startswith("the other checks of this case, first divergence first:\n")
+    asked, _, others = shown.stdout.partition(
+        "\nthe other checks of this case, first divergence first:\n"
+    )
+    assert others
     assert failed.id not in others
     assert asked.startswith(f"FAIL  {failed.id}\n      {failed.sentence[:60]}")
     assert f"cause: {failed.cause}" in asked
-    assert "the other checks" not in asked
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines, of processes that live, in which the folder stands (Linux)."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            text = path.read_bytes().decode(errors="replace")
+            found += [text] if str(folder) in text else []
+    return found
 
 
 def test_an_interrupt_leaves_a_partial_log_and_no_rank(
@@ -180,14 +193,14 @@ def test_an_interrupt_leaves_a_partial_log_and_no_rank(
     deadline = time.monotonic() + 120
     while not list(stuck.glob("*/rank0.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert processes_of(tmp_path) or sys.platform != "linux"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
+    assert processes_of(tmp_path) == []  # it told the forkserver the folder
     assert process.returncode == 130, errors
     assert errors.splitlines()[-1].endswith("run.jsonl is partial")
+    assert not list(stuck.glob("*/case.json"))  # that its ranks were ended is not a finding
     assert read_log(folder / "slow" / "run.jsonl").partial
     recheck_command(folder / "slow")
     assert "PARTIAL: the run did not come to its end" in capsys.readouterr().out
-    deadline = time.monotonic() + 30
-    while list(tmp_path.glob("ranks-*")) and time.monotonic() < deadline:
-        time.sleep(0.1)  # the forkserver notices within a second that its controller is gone
     assert list(tmp_path.glob("ranks-*")) == []

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import expecttest
 import pytest
 
 from conformance.causes import Cause
-from conformance.report.lines import Reported, Role
-from conformance.report.text import WIDTH, finding_text, report_text
+from conformance.cli.repeating import comparison_text
+from conformance.report.detail import repeated_text
+from conformance.report.lines import Reported, Role, finding_line
+from conformance.report.plain import case_lines, finding_text
+from conformance.report.text import WIDTH, report_text, shortened
 from conformance.verdicts import Finding
 from tests.cli.literal import ADAPTER, CASE, control, finding, judged, log_of
 
@@ -29,6 +33,107 @@ def scaled(case: str = CASE, **fields: object) -> Finding:
         moment=(1, 3),
         **fields,
     )
+
+
+def probe(capability: str, *, works: bool, case: str = CASE) -> Reported:
+    where = {"capabilities": [capability], "works": works}
+    found = finding("UNSUPPORTED", f"claim.{capability}", case=case, where=where)
+    return Reported(finding=found, role=Role.PROBE)
+
+
+def test_an_adapter_that_fails_is_offered_no_more_claims() -> None:
+    offered = [judged(), probe("save", works=True)]
+    assert "frozenset" in report_text(log_of(offered))
+    bad = judged("FAIL", "clip.norm", cause=Cause.STALE)
+    assert "frozenset" not in report_text(log_of([*offered, bad]))
+
+
+def test_a_case_is_told_by_its_reasons_and_not_by_its_checks() -> None:
+    raised = {"cause": Cause.EXCEPTION, "sentence": "phase 'step 2' raised on rank 1: KeyError: 1"}
+    refused = "refused at build: Refusal: no scalars"
+    told = [
+        judged("PASS", "losses.value"),
+        judged("FAIL", "run.completed", **raised),
+        judged("FAIL", "clip.norm", **raised),
+        judged("BLOCKED", "parameters.end", sentence=raised["sentence"]),
+        judged("FAIL", "optimizer.steps", cause=Cause.STALE, sentence="is 1, expected 2"),
+        judged("PASS", "gradients.value"),
+    ]
+    place = f"{ADAPTER}/{CASE}#0"
+    assert case_lines(told) == [
+        f"PASS        {place}  2 checks",
+        f"FAIL        run.completed@{place}  {raised['sentence']} (and 2 later checks)",
+        f"FAIL        optimizer.steps@{place}  is 1, expected 2",
+    ]
+    assert case_lines(
+        [
+            judged("UNSUPPORTED", "run.completed", sentence=refused),
+            judged("UNSUPPORTED", "losses.value", sentence="refused at build"),
+        ]
+    ) == [
+        f"UNSUPPORTED run.completed@{place}  {refused} (and 1 later check)",
+    ]
+    unclaimed = judged("UNSUPPORTED", "hooks.seen", sentence="not claimed: hooks")
+    assert case_lines([unclaimed]) == []
+    assert case_lines([unclaimed, judged()]) == [f"PASS        {place}  1 check, 1 not claimed"]
+    (line,) = case_lines([control()])
+    assert line.endswith("#0 (control)  1 check")
+
+
+def test_a_long_sentence_is_cut_between_words_on_screen_only() -> None:
+    long = "phase 'build' raised on rank 0: ValueError: " + "unusual words " * 40
+    one = judged("FAIL", cause=Cause.EXCEPTION, sentence=long)
+    for text in (finding_text(one), report_text(log_of([one]))):
+        shown = " ".join(text.split())
+        assert re.search(r" (unusual|words) …( |$)", shown)
+    assert long in " ".join(repeated_text([one], "losses.value").split()) + " "
+    assert finding_line(one)["sentence"] == long
+    assert shortened("x" * 400) == "x" * 299 + " …"
+    assert shortened("word " * 60) == "word " * 60
+
+
+def test_what_was_asked_for_is_told_first_and_what_was_not_seen_is_counted() -> None:
+    raised = {"cause": Cause.EXCEPTION, "sentence": "phase 'step 2' raised on rank 1: KeyError: 1"}
+    trace = "Traceback (most recent call last):\n  File mine.py\nKeyError: 1"
+    found = [
+        judged("FAIL", "run.completed", **raised, where={"traceback": trace}),
+        judged("FAIL", "clip.norm", **raised, where={"step": 2}),
+        judged("BLOCKED", "parameters.end", sentence=raised["sentence"]),
+        judged("UNSUPPORTED", "hooks.seen", sentence="not claimed: hooks"),
+        judged("PASS"),
+    ]
+    text = repeated_text(found, "clip.norm")
+    own, _, others = text.partition("\nthe other checks of this case, first divergence first:\n")
+    assert own.startswith(f"FAIL  clip.norm@{ADAPTER}/{CASE}#0\n")
+    assert own.endswith(
+        "      step: 2\n      traceback:\n        Traceback (most recent call last):\n"
+        "          File mine.py\n        KeyError: 1\n"
+    )
+    assert [line.split("@")[0].strip() for line in others.splitlines()] == [
+        "FAIL        run.completed",
+        f"PASS        {ADAPTER}/{CASE}#0  1 check",
+        "1 BLOCKED, 1 UNSUPPORTED",
+    ]
+    assert "traceback" not in repeated_text(found, "losses.value")
+
+
+@pytest.mark.parametrize(
+    ("findings", "told"),
+    [
+        ([], "recheck: nothing was judged"),
+        ([judged(), control()], "recheck: all 2 findings are the same"),
+    ],
+)
+def test_a_recheck_says_how_much_it_compared(findings: list[Reported], told: str) -> None:
+    log = log_of(findings)
+    assert comparison_text(log, log, 0) == told
+
+
+def test_what_is_like_no_known_defect_stands_behind_what_is() -> None:
+    unknown = judged("FAIL", "parameters.end", cause=Cause.UNEXPLAINED, sentence="is 1")
+    text = report_text(log_of([unknown, Reported(finding=scaled("tiny/train"))]))
+    assert text.startswith("FAIL  gradients.scale@")
+    assert "FAIL  parameters.end@" in text
 
 
 def test_a_baseline_other_than_the_oracle_is_named() -> None:
@@ -231,24 +336,20 @@ sharding.bytes  -               -               UNSUPPORTED 1
         )
 
     def test_an_unclaimed_capability_that_works_is_offered(self) -> None:
-        probe = Reported(
-            finding=finding(
-                "UNSUPPORTED",
-                "claim.two_forwards",
-                case="mlp/two_forwards",
-                sentence="not claimed, but it works here (losses.value pass): you may claim"
-                " two_forwards",
-                where={"capabilities": ["two_forwards"], "works": True},
-            ),
-            role=Role.PROBE,
-        )
+        found = [
+            probe("save", works=True),
+            probe("two_forwards", works=True),
+            probe("clip.p1", works=True),
+            probe("clip.p1", works=False, case="tiny/train"),
+        ]
         self.assertExpectedInline(
-            report_text(log_of([judged(), probe])),
+            report_text(log_of([judged(), *found])),
             """\
 torch.fully_shard: 1 case, 1 check
   1 PASS
 
-torch.fully_shard: not claimed, but it works here (losses.value pass): you may claim two_forwards
+torch.fully_shard: not claimed, but it works here; you may claim
+      frozenset({"save", "two_forwards"})
 
 1 PASS in 12.3 s (2 ranks on cpu); exit status 0
 """,

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from conformance import machine
-from conformance.checks import CHECKS
+from conformance.checks import CHECKS, PROFILES
 from conformance.cli import main
 from conformance.cli.running import _folder
 from conformance.errors import UsageError
+from conformance.header import versions
 from conformance.machine import default_jobs, device_for, notes
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNDECIDED, EXIT_USAGE
 
@@ -46,6 +47,8 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--world", "two"], "--world"),
         ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu? known: auto, cpu"),
         ([*RUN, "--jobs", "0"], "--jobs 0: at least 1"),
+        ([*RUN, "--seed", "-1"], "--seed -1: at least 0"),
+        (["fuzz", "torch.fully_shard", "--seed", "-1"], "--seed -1: at least 0"),
         ([*RUN, "--timeout", "0"], "--timeout 0: more than 0 seconds"),
         ([*RUN, "--timeout", "nan"], "--timeout nan: more than 0 seconds"),
         (["selftest", "--timeout", "-1"], "--timeout -1: more than 0 seconds"),
@@ -342,7 +345,7 @@ def test_a_file_is_no_folder(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["checks", "adapters", "models", "cases", "mutants", "capabilities"]
+    "what", ["checks", "profiles", "adapters", "models", "cases", "mutants", "capabilities"]
 )
 def test_every_list_has_names_as_text_and_as_json(monkeypatch, capsys, what: str) -> None:
     assert command(monkeypatch, "list", what, "--json") == 0
@@ -353,6 +356,37 @@ def test_every_list_has_names_as_text_and_as_json(monkeypatch, capsys, what: str
     assert names
     assert [line for line in lines if not line.startswith(" ")] == names
     assert max(len(line) for line in lines) <= 100
+
+
+def test_without_a_command_the_help_is_shown_line_by_line(monkeypatch, capsys) -> None:
+    assert command(monkeypatch) == EXIT_USAGE
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = [line.strip() for line in shown.err.splitlines()]
+    assert lines[0].startswith("Usage: fsdp-conformance [OPTIONS] COMMAND")
+    assert [line for line in lines if line.startswith("recheck  ")]
+
+
+def test_the_version_is_the_one_that_a_log_names(monkeypatch, capsys) -> None:
+    assert command(monkeypatch, "--version") == 0
+    known = versions()
+    assert capsys.readouterr().out == (
+        f"fsdp-conformance {known['fsdp-conformance']}, torch {known['torch']},"
+        f" python {known['python']}\n"
+    )
+
+
+def test_the_help_of_run_names_every_profile_and_what_depth_is_taken(monkeypatch, capsys) -> None:
+    assert command(monkeypatch, "run", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Profile of checks ({', '.join(PROFILES)})" in shown
+    assert "how far options are crossed; without it wide for the first variant" in shown
+
+
+def test_a_folder_that_cannot_be_made_is_said_to_be(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    assert command(monkeypatch, *RUN, "--out", str(tmp_path / "file" / "x")) == EXIT_USAGE
+    assert "file/x: cannot make the folder: Not a directory" in capsys.readouterr().err
 
 
 def test_a_fault_of_ours_has_a_status_of_its_own(monkeypatch, capsys) -> None:

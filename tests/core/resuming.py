@@ -29,6 +29,9 @@ class Troubled(DataParallelAdapter):
         "raises": {"trouble": "raise"},
         "dies": {"trouble": "die"},
         "cannot save": {"trouble": "save"},
+        "cannot build": {"trouble": "build"},
+        "leaves": {"trouble": "leave"},
+        "is gone": {"trouble": "exit"},
     }
 
     def configure(self, options: Mapping[str, Any]) -> None:
@@ -41,6 +44,12 @@ class Troubled(DataParallelAdapter):
         """Wrap, unless this variant refuses the ranks of the second job."""
         if self.trouble == "refuse" and config.world_size == 2:
             raise Refusal("two ranks are one too many")
+        if self.trouble == "build":
+            raise ValueError("my wrapper wants a config file")
+        if self.trouble == "leave":
+            raise SystemExit(3)
+        if self.trouble == "exit":
+            os._exit(3)
         wrapped, _ = self.wrap(model, config, {})
         return Wrapped(
             module=wrapped,

@@ -50,7 +50,7 @@ def gather_everything(context: RankContext) -> dict[str, Any]:
 
 
 def test_copies_are_the_originals_and_take_one_collective_a_group_and_dtype() -> None:
-    outcome = shared_pool(4).run(Job.of(gather_everything))
+    outcome = shared_pool(4, preload=("tests.fsdp.preload",)).run(Job.of(gather_everything))
     assert outcome.verdict is RankVerdict.OK, outcome.sentence
     for value in outcome.values:
         assert value == {

@@ -114,7 +114,7 @@ def test_the_ranks_of_the_first_job_stay_where_they_are_asked_for() -> None:
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+def session(tmp_path_factory: pytest.TempPathFactory, forkserver: None) -> Iterator[Session]:
     directory = tmp_path_factory.mktemp("resume")
     with Session(Setting(directory=directory, world=1, timeout=60.0)) as made:
         yield made
@@ -158,7 +158,7 @@ def test_the_oracles_second_job_goes_on_where_the_first_ended(session: Session) 
         ("raises", Verdict.FAIL, {Verdict.FAIL}, "'load' raised on rank"),
         # whether the other rank says so before it is ended decides between the two
         ("dies", Verdict.CRASH, {Verdict.FAIL, Verdict.BLOCKED}, "in the second job, of 2 ranks: "),
-        ("cannot save", Verdict.FAIL, {Verdict.BLOCKED}, "'save' raised on rank 0: ValueError"),
+        ("cannot save", Verdict.FAIL, {Verdict.BLOCKED}, "'save' raised on rank 0 (resuming.py:"),
     ],
 )
 def test_a_trouble_has_its_verdict(
@@ -168,6 +168,34 @@ def test_a_trouble_has_its_verdict(
     assert found[COMPLETED].verdict is completed
     assert tells in found[COMPLETED].sentence
     assert found["resume.model"].verdict in resumed
+
+
+@pytest.mark.parametrize(
+    ("variant", "completed", "tells"),
+    [
+        ("cannot build", Verdict.FAIL, "): ValueError: my wrapper wants a config file"),
+        ("leaves", Verdict.CRASH, "died without a report (exit 3)"),
+        ("is gone", Verdict.CRASH, "died without a report (exit 3)"),
+    ],
+)
+def test_what_ends_while_it_is_built_has_shown_nothing(
+    session: Session, variant: str, completed: Verdict, tells: str
+) -> None:
+    case = Case.of("mlp", "train", accumulation=1, optimizer="sgd")
+    found = judged(session, Subject(adapter=ADAPTER, variant=variant), case)
+    end = found.pop(COMPLETED)
+    assert end.verdict is completed
+    assert tells in end.sentence
+    if completed is Verdict.FAIL:
+        assert "phase 'build' raised on rank " in end.sentence
+        place = end.sentence.partition("(")[2].partition(")")[0]
+        file, _, line = place.partition(":")
+        assert file == "resuming.py"
+        assert f'resuming.py", line {line}, in build' in end.where["traceback"]
+        assert "scenarios" not in end.where["traceback"]
+    claimed = [f for f in found.values() if f.verdict is not Verdict.UNSUPPORTED]
+    assert {f.verdict for f in claimed} == {Verdict.BLOCKED}
+    assert {"parameters.first_step", "collectives.order"} <= {f.check for f in claimed}
 
 
 def test_more_ranks_than_devices_are_unsupported(
@@ -181,7 +209,7 @@ def test_more_ranks_than_devices_are_unsupported(
     assert found.keys() >= {COMPLETED, "resume.model", "losses.value"}
     assert "needs 4 fake devices, of which 3 are here" in found["resume.model"].sentence
     setting = replace(session.setting, world=1)
-    assert not Session(setting)._beyond(DOUBLE)
+    assert not Session(setting).beyond(DOUBLE)
 
 
 @pytest.mark.long

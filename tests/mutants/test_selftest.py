@@ -6,12 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from conformance import session
+from conformance.adapter import Adapter, Wrapped
 from conformance.causes import Cause
+from conformance.cli.selftesting import diagonal_status, diagonal_text
 from conformance.mutants import MUTANTS
 from conformance.selftest import Kill, assess, diagonal
 from conformance.session import Setting
-from conformance.verdicts import Finding, Verdict
+from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED, Finding, Verdict
+from tests.ranks.leasing import fake_leases
 
 ROW = MUTANTS["step_counted_twice"]
 
@@ -71,6 +77,49 @@ def test_a_defect_of_streams_is_not_looked_for_where_there_are_none(tmp_path: Pa
     assert all(row.shows_on("other") and not row.shows_on("cpu") for row in rows)
 
 
+def test_a_case_that_needs_more_devices_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(session, "leases_of", lambda kind: fake_leases(tmp_path, "a,b"))
+    rows = [row for row in MUTANTS.values() if "ranks=double" in row.case]
+    assert rows
+    setting = Setting(directory=tmp_path / "runs", device="fake", world=2)
+    results = diagonal(setting, rows)
+    assert {result.kill for result in results} == {Kill.TOO_FEW_DEVICES}
+    assert list(setting.directory.iterdir()) == []
+    text = diagonal_text(results, "2 ranks on fake", 0.0)
+    needs = "needs 4 fake devices, of which 2 are here"
+    assert f"not measured, too few devices: its second job {needs}" in text
+    assert all(row.name in text for row in rows)
+
+
+def test_what_is_left_out_decides_nothing() -> None:
+    left_out, killed, survived = (
+        replace(assess(ROW, [RIGHT], QUIET), kill=kill)
+        for kill in (Kill.TOO_FEW_DEVICES, Kill.KILLED, Kill.SURVIVED)
+    )
+    assert diagonal_status([left_out]) == EXIT_UNDECIDED
+    assert diagonal_status([left_out, killed]) == EXIT_OK
+    assert diagonal_status([left_out, killed, survived]) == EXIT_BAD
+
+
+def test_gradients_in_bfloat16_come_to_the_optimizer_in_the_dtype_of_parameters() -> None:
+    """One that takes many tensors at once, as it does on an accelerator, refuses a mixture."""
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    stepped: list[torch.dtype] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: stepped.extend(p.grad.dtype for p in module.parameters())
+    )
+    w = Wrapped(module=module, optimizer=optimizer)
+    with MUTANTS["gradients_in_bfloat16"].planted(Adapter()) as adapter:
+        adapter.backward(w, module(torch.ones(1, 2)).square().sum())
+        assert {p.grad.dtype for p in module.parameters()} == {torch.bfloat16}
+        adapter.optimizer_step(w)
+    assert stepped == [torch.float32, torch.float32]
+
+
 def test_trouble_with_one_mutant_does_not_stop_the_others(tmp_path: Path) -> None:
     broken = replace(ROW, name="broken", case="no-such-model/train")
     told: list[str] = []
@@ -85,6 +134,7 @@ def test_trouble_with_one_mutant_does_not_stop_the_others(tmp_path: Path) -> Non
 HANDFUL = ("step_counted_twice", "wrapper_prefix_in_keys", "moments_shifted_by_load", "rank_killed")
 
 
+@pytest.mark.usefixtures("forkserver")
 def test_a_handful_is_killed_and_mislabelled_ones_are_not(tmp_path: Path) -> None:
     mislabelled = {
         replace(ROW, cause=Cause.ZERO): Kill.WRONG_CAUSE,

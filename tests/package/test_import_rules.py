@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -62,7 +63,8 @@ class Module(NamedTuple):
     source: str
 
 
-def imports(module: Module) -> set[str]:
+@cache
+def imports(module: Module) -> Set[str]:
     """Every dotted name that the module imports anywhere, relative imports resolved.
 
     `from a import b` gives `a.b`: `b` may be a module, and `a` is imported with it in any case.
@@ -77,7 +79,8 @@ def imports(module: Module) -> set[str]:
     return found
 
 
-def dotted_names(module: Module) -> set[str]:
+@cache
+def dotted_names(module: Module) -> Set[str]:
     """The dotted names that the module spells out as an expression, or as a whole string."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(module.source)):

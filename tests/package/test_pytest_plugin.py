@@ -106,7 +106,12 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "wanted"), [("", "3"), pytest.param("1", "2", marks=pytest.mark.long), ("2", "1")]
+    ("ranks", "wanted"),
+    [
+        pytest.param("", "3", marks=pytest.mark.long),
+        pytest.param("1", "2", marks=pytest.mark.long),
+        ("2", "1"),
+    ],
 )
 def test_pytest_starts_the_workers_that_the_project_asks_for(
     project: Path, monkeypatch, ranks: str, wanted: str

@@ -50,6 +50,7 @@ def test_a_command_is_sound_shell(name: str) -> None:
 def test_the_continuous_check_runs_the_test_command_and_the_kill_diagonal() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert re.search(r"^stage .* readme tests main$", script, re.M)
+    assert re.search(r"^stage coverage .ci/coverage report .*$", script, re.M)
     assert re.search(r"^stage .*/fsdp-conformance\" selftest$", script, re.M)
 
 

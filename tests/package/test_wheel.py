@@ -56,7 +56,8 @@ assert models.OWNER == utils.OWNER == "downstream" and models is not conformance
 PYTHON = sys.executable
 SCRIPT = str(Path(sys.executable).with_name("pytest"))
 
-# Ways in which people start pytest: the folder, then the command.
+# Ways in which people start pytest: the folder, then the command. What comes first on the path is
+# decided by `-m`, by the folder and by the mode of imports; the others are left to a long run.
 STARTS = {
     "module": (".", [PYTHON, "-m", "pytest"]),
     "module on a folder": (".", [PYTHON, "-m", "pytest", "tests"]),
@@ -66,6 +67,7 @@ STARTS = {
     "script": (".", [SCRIPT]),
     "script under xdist": (".", [SCRIPT, "-n", "2"]),
 }
+MORE_STARTS = {"module on a folder", "module on a file", "script under xdist"}
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +159,10 @@ def test_the_wheel_names_its_license_and_its_commands(unpacked: Path) -> None:
     assert "fsdp_conformance = conformance.pytest_plugin" in entry_points
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(s, marks=pytest.mark.long) if s in MORE_STARTS else s for s in STARTS],
+)
 def test_a_project_with_the_same_names_finds_the_suite(
     project: Path, unpacked: Path, start: str
 ) -> None:

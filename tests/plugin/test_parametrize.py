@@ -59,8 +59,16 @@ CONFIGURATION = (
 )
 
 
+@pytest.fixture(
+    scope="module", params=["one process", pytest.param("two workers", marks=pytest.mark.long)]
+)
+def processes(request: pytest.FixtureRequest) -> list[str]:
+    """Two workers share what one has run; each imports torch and starts ranks of its own."""
+    return ["-n", "2"] if request.param == "two workers" else ["-n", "0"]
+
+
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
+def project(tmp_path_factory, processes: list[str]) -> Path:
     folder: Path = tmp_path_factory.mktemp("project")
     (folder / "test_mine.py").write_text(TEST_FILE)
     (folder / "expected.txt").write_text(EXPECTED)
@@ -83,10 +91,10 @@ def start(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def done(project: Path) -> subprocess.CompletedProcess[str]:
+def done(project: Path, processes: list[str]) -> subprocess.CompletedProcess[str]:
     # the mode in which a test file cannot be imported by its name, which is the hard one for ranks
     arguments = ["--import-mode=importlib", "--junitxml=report.xml", "--basetemp=base"]
-    return start(project, "-n", "2", "-rsx", *arguments)
+    return start(project, *processes, "-rsx", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +146,7 @@ def test_what_is_expected_to_fail_is_xfailed_with_its_reason(
     assert re.search(r"XFAIL .*clip.gradients@.* halves the threshold", done.stdout)
 
 
-def test_one_run_of_a_case_serves_all_workers(
+def test_one_run_of_a_case_serves_all_tests(
     project: Path, outcomes: dict[str, str], done: subprocess.CompletedProcess[str]
 ) -> None:
     built = [path.read_text().count("built") for path in (project / "built").iterdir()]

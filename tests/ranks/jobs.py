@@ -340,7 +340,7 @@ def _daemon() -> int:
 
 
 def sum_on_a_mesh_of_two_dimensions(context: RankContext) -> float:
-    """Needs the groups of this job's own mesh; DTensor remembers equal ones."""
+    """Needs the groups of this job's own mesh; DTensor would remember an equal one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -358,6 +358,13 @@ def sum_on_a_mesh_of_a_group(context: RankContext, *, own: bool) -> float:
     assert group is not None
     spread = distribute_tensor(torch.arange(4.0), DeviceMesh.from_group(group, "cpu"), [Shard(0)])
     return float(spread.sum().full_tensor())
+
+
+def leave_a_mesh(context: RankContext) -> None:
+    """Somebody holds the mesh beyond the end of the job."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    vars(dist)["kept_by_a_test"] = init_device_mesh("cpu", (2, 1))
 
 
 def mesh_without_tensors(context: RankContext) -> int:

@@ -56,7 +56,7 @@ def test_missing_collective_names_the_absent_rank_and_who_waits() -> None:
     assert found == Diagnosis(
         verdict=RankVerdict.HANG,
         sentence="rank 1 never entered all_gather 7 of group dp (layers.3); "
-        "rank 0 waits there since 12.1 s; rank 1 is, outside of every collective",
+        "rank 0 waits there for 12.1 s; rank 1 is, outside of every collective",
     )
 
 
@@ -71,7 +71,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_hang() -> None:
     found = judge(trace(0, REDUCE), trace(1, other))
     assert found.verdict is RankVerdict.HANG
     assert found.sentence == (
-        "rank 1 never entered all_reduce 1 of group dp; rank 0 waits there since 12.1 s; "
+        "rank 1 never entered all_reduce 1 of group dp; rank 0 waits there for 12.1 s; "
         "rank 1 entered all_reduce 1 of group tp 11.1 s ago, its last"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.ranks import Job, RankPool, RankVerdict
+from conformance.ranks import Job, RankPool, RankVerdict, shared_pool
 from tests.ranks import jobs
 
 
@@ -32,24 +32,39 @@ def test_a_fresh_job_leaves_the_kept_ranks_alone(pool: RankPool) -> None:
     assert [value["pid"] for value in pool.run(Job.of(jobs.describe)).values] == before
 
 
-def test_ranks_are_replaced_after_a_mesh_whose_groups_dtensor_remembers(pool: RankPool) -> None:
+@pytest.fixture
+def warm() -> RankPool:
+    """Ranks that need not import DTensor first."""
+    return shared_pool(2, preload=("tests.fsdp.preload",))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job.of(jobs.sum_on_a_mesh_of_two_dimensions),
+        Job.of(jobs.sum_on_a_mesh_of_a_group, own=True),
+    ],
+    ids=["of_two_dimensions", "of_a_group"],
+)
+def test_an_equal_mesh_of_a_later_job_has_groups_of_its_own(warm: RankPool, job: Job) -> None:
+    before = [value["pid"] for value in warm.run(Job.of(jobs.describe)).values]
     for _ in range(2):
-        outcome = pool.run(Job.of(jobs.sum_on_a_mesh_of_two_dimensions))
+        outcome = warm.run(job)
         assert outcome.verdict is RankVerdict.OK, outcome.sentence
         assert outcome.values == (6.0, 6.0)
-        assert "process groups of a mesh" in str(pool.replaced)
+    after = [value["pid"] for value in warm.run(Job.of(jobs.describe)).values]
+    assert after == before, warm.replaced
 
 
-def test_an_equal_mesh_of_other_groups_is_another_one(pool: RankPool) -> None:
-    for _ in range(2):
-        outcome = pool.run(Job.of(jobs.sum_on_a_mesh_of_a_group, own=True))
-        assert outcome.values == (6.0, 6.0), outcome.sentence
-        assert "process groups of a mesh" in pool.replaced
+def test_ranks_are_replaced_after_a_mesh_that_something_still_holds(warm: RankPool) -> None:
+    outcome = warm.run(Job.of(jobs.leave_a_mesh))
+    assert outcome.verdict is RankVerdict.OK, outcome.sentence
+    assert "process groups of a mesh" in warm.replaced
 
 
-def test_ranks_are_kept_after_meshes_that_cannot_mislead(pool: RankPool) -> None:
+def test_ranks_are_kept_after_meshes_that_cannot_mislead(warm: RankPool) -> None:
     jobs_of = [Job.of(jobs.sum_on_a_mesh_of_a_group, own=False), Job.of(jobs.mesh_without_tensors)]
-    before = [value["pid"] for value in pool.run(Job.of(jobs.describe)).values]
+    before = [value["pid"] for value in warm.run(Job.of(jobs.describe)).values]
     for job in jobs_of:
-        assert pool.run(job).verdict is RankVerdict.OK
-    assert [value["pid"] for value in pool.run(Job.of(jobs.describe)).values] == before
+        assert warm.run(job).verdict is RankVerdict.OK
+    assert [value["pid"] for value in warm.run(Job.of(jobs.describe)).values] == before

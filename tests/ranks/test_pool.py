@@ -157,7 +157,7 @@ def test_a_missing_collective_is_a_hang_with_collective_group_module_and_stack(
     outcome = pool.run(Job.of(jobs.miss_a_collective_in_a_module), timeout=1)
     assert outcome.verdict is RankVerdict.HANG, outcome
     start = "rank 1 never entered all_reduce 2 of group default (second) in phase step 2; "
-    assert outcome.sentence.startswith(start + "rank 0 waits there since ")
+    assert outcome.sentence.startswith(start + "rank 0 waits there for ")
     assert "miss_a_collective_in_a_module (jobs.py:" in outcome.sentence
     assert "in miss_a_collective_in_a_module" in (outcome.stacks[1] or "")
     assert "in all_reduce" in (outcome.stacks[0] or "")
@@ -177,7 +177,7 @@ def test_a_rank_that_ends_early_is_found_long_before_the_bound(pool: RankPool) -
     outcome = pool.run(Job.of(jobs.end_without_the_last_collective), timeout=60)
     assert outcome.verdict is RankVerdict.HANG
     assert outcome.sentence.startswith(
-        "rank 1 ended and never entered all_reduce 2 of group default; rank 0 waits there since"
+        "rank 1 ended and never entered all_reduce 2 of group default; rank 0 waits there for"
     )
     assert outcome.seconds < 5
 

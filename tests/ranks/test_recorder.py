@@ -85,6 +85,21 @@ def test_functional_collectives_are_seen_and_side_doors_marked(pool: RankPool) -
     assert outcome.values[0] == [[float(i) for i in range(10)], ["all_gather", 10, False]]
 
 
+def sum_with_a_pause(context: RankContext) -> list[str]:
+    for phase in ("before", "off", "after"):
+        context.recorder.mark(phase)
+        if phase == "off":
+            with context.recorder.off():
+                dist.all_reduce(torch.ones(1))
+        else:
+            dist.all_reduce(torch.ones(1))
+    return [record.phase for record in context.recorder.records]
+
+
+def test_nothing_is_recorded_while_the_recorder_is_off(pool: RankPool) -> None:
+    assert pool.run(Job.of(sum_with_a_pause)).values[0] == ["before", "after"]
+
+
 def multiply_dtensors(context: RankContext) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -291,7 +291,7 @@ ROWS = (
         fault=exception,
         says=("ERROR: rank 1: ValueError: rank 1 has its reasons",),
         judged=FAIL,
-        tells="raised on rank 1: ValueError: rank 1 has its reasons",
+        tells="): ValueError: rank 1 has its reasons",  # behind the line that raised
     ),
     Row(
         fault=exception_on_all_ranks,
@@ -326,7 +326,7 @@ ROWS = (
     hangs(endless_native_loop, "rank 1 did not end within 1 s", "in endless_native_loop"),
     hangs(
         never_enters_a_collective,
-        "rank 1 never entered all_reduce 1 of group default; rank 0 waits there since",
+        "rank 1 never entered all_reduce 1 of group default; rank 0 waits there for",
     ),
     Row(
         fault=waits_for_a_rank_that_ended,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -31,7 +32,7 @@ class TestCompiled(FSDPTest):
     fresh = True
 
     @compiled_fsdp_test(Block, backend="aot_eager")
-    def test_parity(self) -> None:
+    def parity(self) -> None:
         alone, sharded = stack(), stack()
         for block in list(sharded)[:2]:
             fully_shard(block)
@@ -44,12 +45,12 @@ class TestCompiled(FSDPTest):
         self.assertEqual(sharded(x), alone(x))
 
     def test_the_test_runs_eager_then_compiled(self) -> None:
-        self.test_parity()
+        self.parity()
         assert self.runs == [False, True]
         assert fully_shard.__module__.startswith("fsdp"), "the name is what it was"
 
     def test_compiled_units_are_really_compiled(self) -> None:
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = CompileCounterWithBackend("eager")
         shard = compiled._compiling(fully_shard, Block, counter)
         model = stack()
         shard(model[0])
@@ -70,8 +71,9 @@ class TestCompiled(FSDPTest):
             "with computation compiled by 'aot_eager'; eager, it passed"
         ]
 
-    def test_a_file_without_the_function_is_refused_before_anything_runs(self) -> None:
-        ran: list[int] = []
-        with self.assertRaisesRegex(NameError, "without 'shard'; say with name="):
-            compiled_fsdp_test(name="shard")(lambda: ran.append(1))()
-        assert ran == []
+
+def test_a_file_without_the_function_is_refused_before_anything_runs() -> None:
+    ran: list[int] = []
+    with pytest.raises(NameError, match="without 'shard'; say with name="):
+        compiled_fsdp_test(name="shard")(lambda: ran.append(1))()
+    assert ran == []

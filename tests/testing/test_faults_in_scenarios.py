@@ -22,6 +22,12 @@ ADAPTER = f"{FaultyAdapter.__module__}:{FaultyAdapter.__name__}"
 CASE = Case.parse("mlp/eval_first/accumulation=1,optimizer=sgd")
 JUDGED = (COMPLETED, "losses.value", "parameters.end")
 BOUND = 1.5
+TELLING = {
+    *("exception", "skip_on_one_rank", "sigkill", "os_exit_0", "corrupt_report"),
+    *("never_enters_a_collective", "waits_for_a_rank_that_ended", "another_dtype"),
+    *("a_session_outlives_it", "leaves_patched_function", "writes_100_megabytes"),
+}
+"""One or two for every verdict, and for all that a rank may leave; `test_faults` commits all."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,11 @@ def judged(session: Session, variant: str, timeout: float | None = None) -> dict
 
 
 @pytest.mark.usefixtures("_short_grace")
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [r if r.name in TELLING else pytest.param(r, marks=pytest.mark.long) for r in ROWS],
+    ids=lambda row: row.name,
+)
 def test_a_fault_has_its_verdict_and_the_next_job_runs(
     row: Row, session: Session, mark: str, others: set[int]
 ) -> None:

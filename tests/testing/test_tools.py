@@ -122,10 +122,12 @@ def test_expectations_are_written_into_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "numbers"),
     [
-        (METHOD, (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)),
-        (SCENARIO, (signal.SIGINT, signal.SIGKILL)),
+        (METHOD, (signal.SIGTERM,)),
+        # tests/cli/test_run.py interrupts a scenario, tests/ranks/test_controller.py kills ranks
+        pytest.param(METHOD, (signal.SIGINT, signal.SIGKILL), marks=pytest.mark.long),
+        pytest.param(SCENARIO, (signal.SIGINT, signal.SIGKILL), marks=pytest.mark.long),
     ],
-    ids=["method", "scenario"],
+    ids=["terminated method", "method", "scenario"],
 )
 def test_no_rank_survives_its_controller(
     source: str, numbers: tuple[signal.Signals, ...], tmp_path: Path
