@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SETTLE_SECONDS = 0.3
 """How long to wait for other threads to let go of what a finished collective used."""
+FIRST_SETTLE_SECONDS = 2.0
+"""The same until that was once in vain: on a busy machine a thread may not run for that long."""
 
 _PLAIN = Tensor.__torch_dispatch__
 
@@ -58,15 +60,17 @@ class AcceleratorMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._patience = _Patience()
         self._warm_up()
         self._before = self._now()
 
     def read(self, usual: int | None = None) -> int:
-        """See `Meter`. Blocks until the device is idle, and for at most `SETTLE_SECONDS` more.
+        """See `Meter`. Blocks until the device is idle, and then as `_Patience` does.
 
         A communicator's watchdog drops what a finished collective used, some time after it ended.
         """
-        return _settled(self._now, None if usual is None else usual + self._before) - self._before
+        known = None if usual is None else usual + self._before
+        return self._patience.settled(self._now, known) - self._before
 
     def uncollected(self) -> int:
         """See `Meter`."""
@@ -94,6 +98,7 @@ class CpuMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._patience = _Patience()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
@@ -114,9 +119,9 @@ class CpuMeter(TorchDispatchMode):
         return result
 
     def read(self, usual: int | None = None) -> int:
-        """See `Meter`. Blocks for at most `SETTLE_SECONDS`."""
+        """See `Meter`. Blocks as `_Patience` does."""
         gc.collect()
-        return _settled(self.uncollected, usual)
+        return self._patience.settled(self.uncollected, usual)
 
     def uncollected(self) -> int:
         """See `Meter`."""
@@ -150,11 +155,19 @@ class CpuMeter(TorchDispatchMode):
             self._storages[storage._cdata] = weakref.ref(storage)
 
 
-def _settled(now: Callable[[], int], usual: int | None) -> int:
-    """The least of what `now` gives, asked again for a moment while it is more than `usual`."""
-    least = now()
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while usual is not None and least > usual and time.monotonic() < deadline:
-        time.sleep(0.01)
-        least = min(least, now())
-    return least
+class _Patience:
+    """Waits for what other threads still hold: long until it was in vain, then for a moment."""
+
+    def __init__(self) -> None:
+        self._seconds = FIRST_SETTLE_SECONDS
+
+    def settled(self, now: Callable[[], int], usual: int | None) -> int:
+        """The least of what `now` gives, asked again and again while it is more than `usual`."""
+        least = now()
+        deadline = time.monotonic() + self._seconds
+        while usual is not None and least > usual and time.monotonic() < deadline:
+            time.sleep(0.01)
+            least = min(least, now())
+        if usual is not None and least > usual:
+            self._seconds = SETTLE_SECONDS
+        return least

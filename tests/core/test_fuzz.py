@@ -79,7 +79,7 @@ def test_several_deviations_are_told_apart() -> None:
         ("s.", {"check": "gradients.value"}),
         ("checkpoint", {"check": "resume.model"}),
     )
-    found = {d.finding.check: d for d in search(wrong_if(*rules), 200).deviations()}
+    found = {d.finding.check: d for d in search(wrong_if(*rules), 500).deviations()}
     assert set(found) == {"frozen.kept", "gradients.value", "resume.model"}
     assert found["frozen.kept"].item.planned.case.model in ("drawn:1.(1)f.1", "drawn:1.(1)fr.1")
     assert found["resume.model"].item.planned.case.scenario == "checkpoint"
