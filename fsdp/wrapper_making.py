@@ -124,11 +124,20 @@ def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: to
         kept=_kept(given),
         edits=unit._exposure,
     )
-    after = info if STRATEGIES[given.sharding_strategy].reshards else None
+    after = info if _reshards(given, {param.dtype for param in params}) else None
     state.groups.append(FSDPParamGroup(pieces, (unit,), info, after, options))
     outer = [piece.outer for piece in pieces if piece.outer is not None]
     state.model_groups = tuple(dict.fromkeys(each.group for each in outer))
     _refuse_optimizers(unit, pieces, is_part=info.shard_size > 1)
+
+
+def _reshards(given: Arguments, dtypes: set[torch.dtype]) -> bool:
+    """Return whether a unit gives up between forward and backward what it computes with.
+
+    Without sharding that is a copy in another dtype, if there is one; casting again is cheap.
+    """
+    row, low = STRATEGIES[given.sharding_strategy], given.policy().param_dtype
+    return row.reshards or (not row.shards and low is not None and dtypes != {low})
 
 
 def _refuse_optimizers(unit: WrappedUnit, pieces: Sequence[FlatParam], *, is_part: bool) -> None:

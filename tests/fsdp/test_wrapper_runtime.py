@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from conformance.ranks import RankContext
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
-from fsdp.wrapper_options import ShardingStrategy
+from fsdp.wrapper_options import MixedPrecision, ShardingStrategy
 from tests.fsdp.plain import Residual, Stack, batch, build, loss_of, train_plain
 from tests.fsdp.ranks import agreed, count, on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
@@ -120,9 +120,10 @@ def test_hybrid_strategies_reduce_once_more(
     assert agreed(_hybrid, 4, strategy=strategy, original=original, fresh=True) == wanted
 
 
-def _storages(context: RankContext, strategy: str) -> list[list[bool]]:
+def _storages(context: RankContext, strategy: str, *, low: bool) -> list[list[bool]]:
     """Whether the root and the blocks are whole after forward, backward and evaluation."""
-    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    mixed = MixedPrecision(param_dtype=torch.bfloat16 if low else None)
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy], mixed_precision=mixed)
     units = FSDP.fsdp_modules(model)
     loss = loss_of(model, batch(0, context.rank))
 
@@ -138,16 +139,21 @@ def _storages(context: RankContext, strategy: str) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "after_forward"),
+    ("strategy", "low", "after_forward"),
     [
-        ("FULL_SHARD", [True, False, False]),
-        ("SHARD_GRAD_OP", [True, True, True]),
+        ("FULL_SHARD", False, [True, False, False]),
+        ("SHARD_GRAD_OP", False, [True, True, True]),
+        ("SHARD_GRAD_OP", True, [True, True, True]),
+        ("NO_SHARD", True, [True, False, False]),  # copies in the low dtype, which are memory
     ],
 )
 def test_what_stays_whole_after_forward_is_the_strategys(
-    strategy: str, after_forward: list[bool]
+    strategy: str,
+    after_forward: list[bool],
+    *,
+    low: bool,
 ) -> None:
-    found = agreed(_storages, 2, strategy=strategy)
+    found = agreed(_storages, 2, strategy=strategy, low=low)
     assert found == [after_forward, [False] * UNITS, [False] * UNITS]
 
 
