@@ -29,7 +29,7 @@ from fsdp.plain_names import CHECKPOINTED, clean
 from fsdp.wrap import Policy, PolicyFn, choose_targets, one_of, post_order, replace_targets
 from fsdp.wrapper_checks import Arguments
 from fsdp.wrapper_mesh import mesh_info
-from fsdp.wrapper_options import STRATEGIES, BackwardPrefetch
+from fsdp.wrapper_options import STRATEGIES, BackwardPrefetch, ShardingStrategy
 from fsdp.wrapper_owned import owned_modules
 from fsdp.wrapper_setup import broadcast_states, check_units, keep_precise, materialize
 from fsdp.wrapper_unit import WrappedUnit
@@ -124,20 +124,21 @@ def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: to
         kept=_kept(given),
         edits=unit._exposure,
     )
-    after = info if _reshards(given, {param.dtype for param in params}) else None
+    low = policy.param_dtype is not None and any(p.dtype != policy.param_dtype for p in params)
+    after = info if _reshards(given.sharding_strategy, low=low) else None
     state.groups.append(FSDPParamGroup(pieces, (unit,), info, after, options))
     outer = [piece.outer for piece in pieces if piece.outer is not None]
     state.model_groups = tuple(dict.fromkeys(each.group for each in outer))
     _refuse_optimizers(unit, pieces, is_part=info.shard_size > 1)
 
 
-def _reshards(given: Arguments, dtypes: set[torch.dtype]) -> bool:
+def _reshards(strategy: ShardingStrategy, *, low: bool) -> bool:
     """Return whether a unit gives up between forward and backward what it computes with.
 
-    Without sharding that is a copy in another dtype, if there is one; casting again is cheap.
+    Without sharding that is a copy in a ``low`` dtype, if there is one; casting again is cheap.
     """
-    row, low = STRATEGIES[given.sharding_strategy], given.policy().param_dtype
-    return row.reshards or (not row.shards and low is not None and dtypes != {low})
+    row = STRATEGIES[strategy]
+    return row.reshards or (low and not row.shards)
 
 
 def _refuse_optimizers(unit: WrappedUnit, pieces: Sequence[FlatParam], *, is_part: bool) -> None:

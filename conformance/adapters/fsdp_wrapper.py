@@ -14,7 +14,7 @@ from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
 from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
-from conformance.adapters.wrapping import meshes_of_four
+from conformance.adapters.wrapping import hybrid_variants
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel
 from fsdp.wrapper_options import (
@@ -103,4 +103,4 @@ class PairsAdapter(FullyShardedAdapter):
 class MeshesAdapter(FullyShardedAdapter):
     """The same over every mesh of four ranks, as variants."""
 
-    variants = meshes_of_four()
+    variants = hybrid_variants()

@@ -8,13 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.adapter import BuildConfig, Refusal
 
-MESHES_OF_FOUR = {"mesh=(1,4)": 1, "mesh=(2,2)": 2, "mesh=(4,1)": 4}
-"""Every mesh (replicas, ranks per replica) of four ranks, and its replicas."""
 
-
-def meshes_of_four() -> dict[str, dict[str, Any]]:
-    """Variants of an adapter whose only option is how many replicas there are."""
-    return {name: {"replicas": count} for name, count in MESHES_OF_FOUR.items()}
+def meshes_of_four(**options: Any) -> dict[str, dict[str, Any]]:
+    """Variants: every mesh (replicas, ranks per replica) of four ranks, each with `options`."""
+    return {f"mesh=({n},{4 // n})": {**options, "replicas": n} for n in (1, 2, 4)}
 
 
 def hybrid_mesh(config: BuildConfig, replicas: int) -> Any:

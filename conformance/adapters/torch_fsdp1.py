@@ -21,7 +21,7 @@ from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
 from conformance.adapters.torch_checkpoint import CheckpointDirectory
-from conformance.adapters.wrapping import meshes_of_four
+from conformance.adapters.wrapping import hybrid_variants
 
 
 class FullyShardedAdapter(FlatStatesAdapter, CheckpointDirectory):
@@ -70,4 +70,4 @@ class PairsAdapter(FullyShardedAdapter):
 class MeshesAdapter(FullyShardedAdapter):
     """The same over every mesh of four ranks, as variants."""
 
-    variants = meshes_of_four()
+    variants = hybrid_variants()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from conformance.adapter import Adapter, BuildConfig, Conventions, OptimizerFactory, Wrapped
 from conformance.adapters import flat
-from conformance.adapters.meshes import MESHES_OF_FOUR, hybrid_mesh
+from conformance.adapters.meshes import hybrid_mesh, meshes_of_four
 from conformance.adapters.refusals import refusals
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -44,17 +44,12 @@ def variants() -> dict[str, dict[str, Any]]:
     return table
 
 
-def meshes_of_four() -> dict[str, dict[str, Any]]:
-    """Every mesh of four ranks, with both kinds of parameters."""
-    return {
-        f"use_orig_params,{name}" if original else name: {
-            "use_orig_params": original,
-            "sharding_strategy": "HYBRID_SHARD",
-            "replicas": count,
-        }
-        for original in (False, True)
-        for name, count in MESHES_OF_FOUR.items()
-    }
+def hybrid_variants() -> dict[str, dict[str, Any]]:
+    """Hybrid sharding over every mesh of four ranks, with both kinds of parameters."""
+    hybrid = "HYBRID_SHARD"
+    flat = meshes_of_four(use_orig_params=False, sharding_strategy=hybrid)
+    original = meshes_of_four(use_orig_params=True, sharding_strategy=hybrid)
+    return flat | {f"use_orig_params,{name}": options for name, options in original.items()}
 
 
 class WrapperAdapter(Adapter):
