@@ -1,9 +1,11 @@
 """Mutation testing of `fsdp/`: python .ci/mutation [--jobs N] [--minutes M] [--results FILE].
 
-Modules of pure arithmetic in full, then a seeded sample of all others, which need ranks. Each
-mutant is cosmic-ray's, stands in a copy of the tree, and is killed by an assertion or an exception
-of a test or not at all. The results file is added to line by line: the same command goes on where
-it was cut off. `--report` only prints what is there.
+A seeded sample of the modules that need ranks, then those of pure arithmetic in full. First it is
+measured which test runs which line, in ranks too, and kept beside the results; a mutant is then
+judged by the tests that run its line, quickest first. It is cosmic-ray's, stands in a copy of the
+tree, and is killed by an assertion or an exception of a test or not at all. The results file is
+added to line by line: the same command goes on where it was cut off. `--report` only prints what is
+there.
 """
 
 from __future__ import annotations
@@ -25,21 +27,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cover import Cover, Survey
 from crew import Answer, Crew
-from session import Session, say
+from session import Session, SpoiltError, say
 from sites import Mutant, Place, mutant_at
-from targets import ROOT, Equivalent, Group, equivalents, groups, places, sample
-from verdict import outcome, report
+from targets import ROOT, Equivalent, Targets, equivalents, places, sample, targets
+from verdict import KILLED, UNIMPORTABLE, report
 
-_SPARE = 1.15
+_SPARE = 1.3
 """So many places are looked at for one mutant of the sample: some are no Python."""
+_CLEAR = (KILLED, UNIMPORTABLE)
 
 
 def main() -> int:
     """Run what is not in the results file yet, and print the table.
 
     Returns:
-        0; 75 if time was up before all was done; 1 if tests fail without a mutant.
+        0; 75 if time was up before all was done; 1 if the tests do not see the changed tree.
     """
     asked = _arguments()
     finished = True
@@ -47,14 +51,23 @@ def main() -> int:
         # The shell's `timeout` and the end of a session come as this; copies and benches end too.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         started = time.monotonic()
-        finished = _run(asked, started + 60 * asked.minutes)
+        try:
+            finished = _run(asked, started + 60 * asked.minutes)
+        except SpoiltError as error:
+            say(str(error))
+            return 1
         say(f"{time.monotonic() - started:.0f} s, {asked.jobs} jobs")
     known = _read(asked.results)
-    print("\n".join(report(record for record in known if "key" in record)))
-    spoilt = {record["spoilt"]: record["why"] for record in known if "spoilt" in record}
-    for name, why in spoilt.items():
-        print(f"\nNo result holds for '{name}': {why}")
-    return 1 if spoilt else 0 if finished else 75
+    results = _results(known).values()
+    print("\n".join(report(results)))
+    steady = {test for record in known for test in record.get("steady", ())}
+    open_ones = sum(each["outcome"] == KILLED and each["told"] not in steady for each in results)
+    if open_ones:
+        print(f"\n{open_ones} kills by tests that were not tried alone without a mutant.")
+    for record in known:
+        if "unsteady" in record:
+            print(f"\nNo kill of {record['unsteady']} holds: it fails by itself; {record['why']}")
+    return 0 if finished else 75
 
 
 def _arguments() -> argparse.Namespace:
@@ -63,10 +76,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing later")
     parser.add_argument("--sample", type=int, default=300, help="mutants of modules with ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the sample and of the order")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of tests for one mutant")
     parser.add_argument("--only", default="*", metavar="GLOB", help="modules")
     parser.add_argument("--most", type=int, help="at most so many mutants in all")
     parser.add_argument("--gigabytes", type=int, default=8, help="memory of one process")
     parser.add_argument("--results", type=Path, default=Path("mutation.jsonl"))
+    parser.add_argument("--again", action="store_true", help="what was not killed, long tests too")
     parser.add_argument("--report", action="store_true", help="run nothing")
     return parser.parse_args()
 
@@ -80,37 +95,79 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _results(known: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the last result of each mutant, without kills by tests that fail by themselves."""
+    known = list(known)
+    unsteady = {record["unsteady"] for record in known if "unsteady" in record}
+    found = {record["key"]: record for record in known if "key" in record}
+    return {
+        key: record
+        for key, record in found.items()
+        if record["outcome"] != KILLED or record["told"] not in unsteady
+    }
+
+
 def _run(asked: argparse.Namespace, deadline: float) -> bool:
     """Run what is not done yet; whether all was done before the deadline."""
-    done = {record.get("key") for record in _read(asked.results)}
-    chosen = [group for group in groups(ROOT) if _wanted(group, asked.only)]
-    left = [pair for pair in _mutants(asked, chosen) if pair[1].key not in done][: asked.most]
+    listed = targets(ROOT)
+    known = _read(asked.results)
+    results = _results(known).values()
+    done = {each["key"] for each in results if not asked.again or each["outcome"] in _CLEAR}
+    unsteady = {record["unsteady"]: record["why"] for record in known if "unsteady" in record}
     with (
         tempfile.TemporaryDirectory(prefix="mutation-", ignore_cleanup_errors=True) as scratch,
         Crew(ROOT, Path(scratch), asked.jobs, gigabytes=asked.gigabytes) as crew,
-        asked.results.open("a") as results,
+        asked.results.open("a") as written,
     ):
-        print(json.dumps(_header(asked)), file=results, flush=True)
-        session = Session(crew, left)
-        for group, mutant, answer in session.answers(deadline):
-            record = _record(answer, group, mutant)
+        print(json.dumps(_header(asked)), file=written, flush=True)
+        survey = Survey(crew, ROOT, listed.tests, asked.results.with_suffix(".tests"))
+        left = [each for each in _mutants(asked, listed) if each.key not in done][: asked.most]
+        cover = survey.cover(deadline)
+        if cover is None:
+            return False
+        for name, why in unsteady.items():
+            cover.drop(name, why)
+        _tell(cover)
+        session = Session(
+            crew,
+            cover,
+            left,
+            canaries=listed.canaries,
+            seconds=asked.seconds,
+            long=asked.again,
+        )
+        session.steady |= {test for record in known for test in record.get("steady", ())}
+        for each in results:
+            if each["outcome"] == KILLED:
+                session.try_alone(each["told"])
+        for mutant, how, told, answer in session.answers(deadline):
+            whole = mutant.place.module in listed.whole
+            record = _record(mutant, how, told, answer) | {"whole": whole}
             done.add(mutant.key)
-            print(json.dumps(record), file=results, flush=True)
-            say(f"{record['outcome']:12} {mutant.key}  {record['told'][:70]}")
-        for name, why in session.spoilt.items():
-            print(json.dumps({"spoilt": name, "why": why}), file=results, flush=True)
-    return all(mutant.key in done for _, mutant in left)
+            print(json.dumps(record), file=written, flush=True)
+            say(f"{record['outcome']:12} {record['seconds']:5.1f} {mutant.key}  {told[:70]}")
+        for name, why in session.unsteady.items():
+            print(
+                json.dumps({"unsteady": name, "why": why[-300:]}),
+                file=written,
+                flush=True,
+            )
+        print(json.dumps({"steady": sorted(session.steady)}), file=written, flush=True)
+    return all(mutant.key in done for mutant in left)
 
 
-def _wanted(group: Group, pattern: str) -> bool:
-    return any(fnmatch(module, pattern) for module in group.modules)
+def _tell(cover: Cover) -> None:
+    say(f"{len(cover)} tests run the package, {cover.seconds:.0f} s in all")
+    for name, why in cover.failed.items():
+        say(f"judges nothing, because it fails without a mutant: {name}\n{why[-500:]}")
 
 
-def _mutants(asked: argparse.Namespace, chosen: list[Group]) -> list[tuple[Group, Mutant]]:
-    """Return all mutants of whole groups, then the sample, without those known as equivalent."""
-    wide = {module: g for g in chosen for module in g.modules if fnmatch(module, asked.only)}
-    full = places(ROOT, (module for module, group in wide.items() if group.whole))
-    rest = places(ROOT, (module for module, group in wide.items() if not group.whole))
+def _mutants(asked: argparse.Namespace, listed: Targets) -> list[Mutant]:
+    """Return the sample, then all mutants of whole modules, without those known as equivalent."""
+    full, rest = (
+        places(ROOT, (module for module in modules if fnmatch(module, asked.only)))
+        for modules in (listed.whole, listed.sampled)
+    )
     drawn = sample(rest, asked.seed)[: int(asked.sample * _SPARE)]
     known = equivalents(ROOT, mutant_at)
     with ProcessPoolExecutor(asked.jobs) as pool:
@@ -118,9 +175,9 @@ def _mutants(asked: argparse.Namespace, chosen: list[Group]) -> list[tuple[Group
         every = list(pool.map(build, sample(full, asked.seed), chunksize=8))
         some = list(pool.map(build, drawn, chunksize=8))
     kept = [mutant for mutant in some if mutant is not None][: asked.sample]
-    found = [*(mutant for mutant in every if mutant is not None), *kept]
+    found = [*kept, *(mutant for mutant in every if mutant is not None)]
     say(f"{len(found) - len(kept)} mutants in full, {len(kept)} of {len(rest)} in the sample")
-    return [(wide[mutant.place.module], mutant) for mutant in found]
+    return found
 
 
 def _build(known: list[Equivalent], place: Place) -> Mutant | None:
@@ -130,12 +187,10 @@ def _build(known: list[Equivalent], place: Place) -> Mutant | None:
     return mutant
 
 
-def _record(answer: Answer, group: Group, mutant: Mutant) -> dict[str, Any]:
-    how, told = outcome(answer)
+def _record(mutant: Mutant, how: str, told: str, answer: Answer | None) -> dict[str, Any]:
+    text = next((f["text"] for f in answer.failures if f["test"] == told), "") if answer else ""
     return {
         "key": mutant.key,
-        "group": group.name,
-        "whole": group.whole,
         "module": mutant.place.module,
         "line": mutant.line,
         "operator": mutant.place.operator,
@@ -143,8 +198,9 @@ def _record(answer: Answer, group: Group, mutant: Mutant) -> dict[str, Any]:
         "new": mutant.new,
         "outcome": how,
         "told": told,
-        "seconds": answer.seconds,
-        "text": "" if answer.failure is None else answer.failure["text"][-300:],
+        "tests": len(answer.order.tests) if answer else 0,
+        "seconds": answer.seconds if answer else 0.0,
+        "text": text[-300:],
     }
 
 

@@ -2,17 +2,17 @@
 
 Each run is a fork, so that it imports the changed module and pays for nothing else. Started by
 `crew.py` as `bench.py COPY LIMIT_BYTES`; one JSON line in, one out. Ends with its parent. Knows
-pytest and what ended a run; must not know which mutants there are or what counts as killed.
+processes; must not know which mutants there are or what counts as killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -24,61 +24,28 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _TICK = 0.02
 _LAST_WORDS = 5.0
-_TRANSPORT = re.compile(r"gloo/|Connection (closed|reset)|[Tt]imed out|Broken pipe")
 _TEXT = 4000
-"""Characters of a failure that are kept."""
-
-
-class Witness:
-    """A pytest plugin that remembers the first failure, and what the ranks' last job came to."""
-
-    def __init__(self) -> None:
-        """Nothing has failed yet."""
-        self.failure: dict[str, str] | None = None
-        self._ranks = ""
-
-    def pytest_collectreport(self, report: Any) -> None:
-        """A module that cannot be imported."""
-        if report.failed:
-            self._note(report, "collect")
-
-    def pytest_runtest_logstart(self) -> None:
-        """Another test: what an earlier one had from its ranks is no part of it."""
-        self._ranks = ""
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test, or what prepares it or cleans up after it."""
-        if report.failed:
-            self._note(report, report.when)
-
-    def watch_ranks(self) -> None:
-        """See every verdict on ranks that did not come through."""
-        from conformance.ranks.pool import RankPool
-
-        run = RankPool.run
-
-        def watched(pool: RankPool, *args: Any, **options: Any) -> Any:
-            outcome = run(pool, *args, **options)
-            self._ranks = "TRANSPORT" if _only_lost(outcome) else str(outcome.verdict)
-            return outcome
-
-        RankPool.run = watched
-
-    def _note(self, report: Any, when: str) -> None:
-        if self.failure is None:
-            text = report.longreprtext
-            self.failure = {
-                "test": report.nodeid,
-                "when": when,
-                "ranks": self._ranks,
-                "text": text[-_TEXT:],
-            }
-
-
-def _only_lost(outcome: Any) -> bool:
-    """Whether all that the failed ranks say is that they lost each other."""
-    told = [report.message for report in outcome.reports if report is not None and report.error]
-    return bool(told) and all(_TRANSPORT.search(message) for message in told)
+"""Characters of the output that are kept."""
+_SPARES = 2
+"""More servers of ranks than that in one run are rare."""
+_SHARED = (
+    *(
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+    ),
+    *(
+        "torch.distributed.tensor.parallel",
+        "torch.testing",
+        "numpy",
+        "hypothesis",
+        "safetensors",
+    ),
+    *("xdist", "pytest", "coverage", "conformance.ranks", "conformance.ranks.worker"),
+    *("conformance.pytest_plugin", "witness", "forked"),
+)
+"""What every run and its ranks would import, and no mutant changes."""
 
 
 class Bench:
@@ -86,7 +53,9 @@ class Bench:
 
     def __init__(self, copy: Path, memory: int) -> None:
         """Import what does not change from mutant to mutant."""
+        self._copy = copy
         self._scratch = copy.parent / "tmp"
+        self._lines = copy.parent / "lines"
         self._output = copy.parent / "output.txt"
         self._answer = copy.parent / "answer.json"
         self._memory = memory
@@ -95,14 +64,12 @@ class Bench:
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
-        # A mutant may have its original's size and second: no file of its bytecode may outlive it.
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        sys.dont_write_bytecode = True
         os.chdir(copy)
-        sys.path[0] = str(copy)
-        names = ("torch", "torch.distributed.checkpoint", "numpy", "hypothesis", "xdist", "pytest")
-        for name in (*names, "conformance.ranks", "conformance.pytest_plugin"):
+        sys.path.insert(0, str(copy))
+        for name in _SHARED:
             importlib.import_module(name)
+        sys.path.remove(str(Path(__file__).parent))  # the tests must not see what stands here
+        _make_optimizers()
         if "fsdp" in sys.modules:
             raise RuntimeError("what every run shares imports fsdp: no mutant would be seen")
         from conformance.ranks.orphans import adopt_orphans, end_children
@@ -110,32 +77,38 @@ class Bench:
         self._end_children = end_children
         adopt_orphans()
         _quick_draws()
+        gc.collect()
+        gc.freeze()  # collections of the runs then neither visit nor copy what is shared
 
-    def run(self, tests: list[str], limit: float) -> dict[str, Any]:
-        """Run the tests up to the first failure; the whole run ends after `limit` seconds."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+    def run(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Run tests until one tells something; the whole run ends after `order["limit"]` seconds.
+
+        With `order["survey"]` seconds all are run, and measured, that begin before these are over.
+        """
+        for folder in (self._scratch, self._lines):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
         shutil.rmtree(Path(".hypothesis"), ignore_errors=True)
-        self._scratch.mkdir()
         self._answer.unlink(missing_ok=True)
         started = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            self._become_run(tests)
+            self._become_run(order)
         try:
-            status = _wait(pid, started + limit)
+            status = _wait(pid, started + order["limit"])
             seconds = round(time.monotonic() - started, 2)
         finally:  # also when this process is told to end
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             self._end_children((), _LAST_WORDS)
-        found = {"exit": status, "seconds": seconds, "failure": None, "output": ""}
+        found = {"exit": status, "seconds": seconds, "output": ""}
         if self._answer.exists():
-            found["failure"] = json.loads(self._answer.read_text())
+            found |= json.loads(self._answer.read_text())
         if status:
             found["output"] = self._output.read_text(errors="replace")[-_TEXT:]
         return found
 
-    def _become_run(self, tests: list[str]) -> None:
+    def _become_run(self, order: dict[str, Any]) -> None:
         code = 70
         try:
             os.setsid()
@@ -147,19 +120,57 @@ class Bench:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            import pytest
-
-            witness = Witness()
-            witness.watch_ranks()
-            options = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0")
-            code = int(pytest.main([*options, *tests], plugins=[witness]))
-            self._answer.write_text(json.dumps(witness.failure))
+            code, answer = self._tests(order)
+            self._answer.write_text(json.dumps(answer))
             sys.stdout.flush()
         except BaseException as error:
             # Not the tests' failure: the parent sees the exit status, and this text.
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(code)
+
+    def _tests(self, order: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        import pytest
+        from forked import fork_servers
+        from lines import Lines
+        from witness import Chosen, Surveyor, Witness
+
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--hypothesis-seed=0",
+            *order["files"],
+        ]
+        plugins: list[Any] = []
+        if order["tests"]:
+            plugins.append(Chosen(order["tests"]))
+            options += ["-m", ""]
+        if order["survey"] is None:
+            fork_servers(_SPARES, lambda: None)
+            options.append("--continue-on-collection-errors")
+            witness = Witness()
+            witness.watch_ranks()
+            try:
+                code = int(pytest.main(options, plugins=[*plugins, witness]))
+            except Exception:  # such as what a collection raises at the very end
+                if not witness.failures:
+                    raise
+                code = 1
+            return code, {"failures": witness.failures}
+        lines = Lines(self._copy, self._lines)
+        fork_servers(_SPARES, lines.watch_ranks)
+        surveyor = Surveyor(lines, order["survey"])
+        code = int(pytest.main(options, plugins=[*plugins, surveyor]))
+        return code, {name: getattr(surveyor, name) for name in ("tests", "left", "long")}
+
+
+def _make_optimizers() -> None:
+    """The first optimizer of a process imports the compiler and patches the optimizer classes."""
+    import torch
+
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        kind([torch.nn.Parameter(torch.empty(0))], lr=0.1)
 
 
 def _die_with_parent(number: int) -> None:
@@ -206,8 +217,7 @@ def main() -> None:
     bench = Bench(copy, memory)
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        order = json.loads(line)
-        print(json.dumps(bench.run(order["tests"], order["limit"])), file=answers, flush=True)
+        print(json.dumps(bench.run(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

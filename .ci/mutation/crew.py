@@ -16,13 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PARTS = ("fsdp", "conformance", "models", "tests", "pyproject.toml")
-"""What of the tree is copied: what the tests import, and pytest's settings."""
+PARTS = ("fsdp", "conformance", "models", "tests", "pyproject.toml", "README.md")
+"""What of the tree is copied: what the tests import, pytest's settings, and the examples."""
 _BENCH = Path(__file__).with_name("bench.py")
 _START = 300.0
 _GRACE = 30.0
@@ -32,13 +32,25 @@ _TICK = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One run: the tests, in a tree where `module` has `text` (none: as it is)."""
+    """One run, in a tree where `module` has `text` (none: as it is).
+
+    Attributes:
+        key: says which it is.
+        files: what pytest collects.
+        tests: ids of those to run, in this order; all that are not `long` if there are none.
+        limit: seconds after which the run ends.
+        survey: measure the tests that begin within so many seconds, instead of judging by them.
+        first: before all orders that wait.
+    """
 
     key: str
-    tests: tuple[str, ...]
+    files: tuple[str, ...]
+    tests: tuple[str, ...] = ()
     limit: float
+    survey: float | None = None
     module: str = ""
     text: str | None = None
+    first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +61,21 @@ class Answer:
         order: what was asked for.
         exit: pytest's status, negative for a signal, None when the limit ended it.
         seconds: of the run.
-        failure: the first: "test", "when", "ranks" (verdict on its last job), "text".
+        failures: "test", "when", "ranks" (verdict on its last job), "text" of each.
         output: its end, if it did not pass.
+        tests: of a survey: what was measured, by id.
+        left: of a survey: ids of the tests that did not begin.
+        long: of a survey: ids of the tests that are left out unless asked for.
     """
 
     order: Order
     exit: int | None
     seconds: float
-    failure: dict[str, str] | None
     output: str
+    failures: Sequence[dict[str, str]] = ()
+    tests: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    left: Sequence[str] = ()
+    long: Sequence[str] = ()
 
 
 class Crew:
@@ -74,7 +92,8 @@ class Crew:
         """
         self._stop = threading.Event()
         self._waiting = 0
-        self._orders: queue.Queue[Order] = queue.Queue()
+        self._asked = 0
+        self._orders: queue.PriorityQueue[tuple[bool, int, Order]] = queue.PriorityQueue()
         self._answers: queue.Queue[Answer | BaseException] = queue.Queue()
         first = scratch / "0" / "tree"
         _copy(root, first)
@@ -111,9 +130,10 @@ class Crew:
             thread.join()
 
     def put(self, order: Order) -> None:
-        """Have a run done after those that were asked for before."""
+        """Have a run done, after those that were asked for before unless it is to be first."""
         self._waiting += 1
-        self._orders.put(order)
+        self._asked += 1
+        self._orders.put((not order.first, self._asked, order))
 
     def answers(self, deadline: float) -> Iterator[Answer]:
         """Yield answers as they come, in any order; ends at `deadline` or when none is left.
@@ -150,7 +170,7 @@ class Crew:
             self._hear(number, _START)
             while not self._stop.is_set():
                 try:
-                    order = self._orders.get(timeout=_TICK)
+                    _, _, order = self._orders.get(timeout=_TICK)
                 except queue.Empty:
                     continue
                 self._answers.put(self._run(number, order))
@@ -174,7 +194,8 @@ class Crew:
         bench = self._benches[number]
         assert bench.stdin is not None
         try:
-            print(json.dumps({"tests": order.tests, "limit": order.limit}), file=bench.stdin)
+            told = {name: getattr(order, name) for name in ("files", "tests", "survey", "limit")}
+            print(json.dumps(told), file=bench.stdin)
             bench.stdin.flush()
             return self._hear(number, order.limit + _GRACE)
         except (BrokenPipeError, BenchLostError):
@@ -185,7 +206,7 @@ class Crew:
                     raise
                 self._benches[number] = self._start(self._trees[number])
             self._hear(number, _START)
-            return {"exit": 70, "seconds": 0.0, "failure": None, "output": "the bench was lost"}
+            return {"exit": 70, "seconds": 0.0, "output": "the bench was lost"}
 
     def _hear(self, number: int, limit: float) -> dict[str, Any]:
         """Read a bench's next line; a watchdog ends a bench that has lost itself."""
@@ -209,7 +230,10 @@ class BenchLostError(RuntimeError):
 
 
 def _copy(root: Path, tree: Path) -> None:
-    """Copy what the tests need, with bytecode that is checked against its source's content."""
+    """Copy what the tests need, with bytecode that is checked against its source's content.
+
+    Whoever imports a mutant writes bytecode of it, which may have its original's size and second.
+    """
     tree.mkdir(parents=True)
     for name in PARTS:
         if (root / name).is_dir():

@@ -1,98 +1,145 @@
-"""A group's tests are tried without a mutant, then its mutants run, then they are tried again.
+"""Canaries and mutants are run with the tests that run their lines; whoever kills is tried alone.
 
-Knows groups and runs; must not know how mutants are chosen or where results are kept.
+Knows mutants and runs; must not know how mutants are drawn or where results are kept.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from cover import Cover, Test, within
 from crew import Answer, Crew, Order
+from reach import reach
 from sites import Mutant
-from targets import ROOT, Group
+from targets import ROOT, Canary
 from verdict import KILLED, SURVIVED, outcome
 
-_TRIAL_LIMIT = 900.0
-_SLOWER, _MORE = 3.0, 60.0
+UNREACHED = "no test runs this line"
+_SLOWER, _MORE = 4.0, 75.0
 """A run may take so many times as long as without a mutant, and so many seconds more."""
-_GREEN, _CANARY, _STILL_GREEN = "as it is: ", "canary: ", "as it is, once more: "
-_WANTED = {_GREEN: SURVIVED, _CANARY: KILLED, _STILL_GREEN: SURVIVED}
+_CANARY, _ALONE = "canary: ", "alone: "
+
+
+class SpoiltError(RuntimeError):
+    """The tests do not see the changed tree: no result holds."""
 
 
 class Session:
-    """Mutants to run, by group.
+    """Mutants to run.
 
     Attributes:
-        spoilt: why a group's results do not count: its tests fail by themselves, or do not see the
-            changed tree. Nothing of it is run after that.
+        steady: tests that have killed and pass by themselves without a mutant.
+        unsteady: those that do not, and why. Their kills do not count, and are tried again.
     """
 
-    def __init__(self, crew: Crew, mutants: list[tuple[Group, Mutant]]) -> None:
-        """Ask for the trials of all groups."""
-        self.spoilt: dict[str, str] = {}
-        self._crew = crew
-        self._mutants = {mutant.key: (group, mutant) for group, mutant in mutants}
-        self._groups = {group.name: group for group, _ in mutants}
-        self._limits: dict[str, float] = {}
-        self._seen: set[str] = set()
-        # The slowest groups have the most tests, so they begin first.
-        for group in sorted(self._groups.values(), key=lambda group: -len(group.tests)):
-            self._try(_GREEN, group)
-        for group in self._groups.values():
-            self._try(_CANARY, group)
+    def __init__(
+        self,
+        crew: Crew,
+        cover: Cover,
+        mutants: Sequence[Mutant],
+        *,
+        canaries: Sequence[Canary],
+        seconds: float,
+        long: bool,
+    ) -> None:
+        """Ask for all runs; each mutant's tests take at most about `seconds`, `long` ones too."""
+        self.steady: set[str] = set()
+        self.unsteady: dict[str, str] = {}
+        self._crew, self._cover = crew, cover
+        self._seconds, self._long = seconds, long
+        self._mutants = {mutant.key: mutant for mutant in mutants}
+        self._unreached: list[Mutant] = []
+        self._of: dict[str, int] = {}
+        self._alone: set[str] = set()
+        self._killed: dict[str, list[Mutant]] = {}
+        for canary in canaries:
+            line, text = canary.changed(ROOT)
+            tests = self._able(canary.module, line)
+            self._put(f"{_CANARY}{canary.module}:{line}", tests, canary.module, text)
+        for mutant in mutants:
+            self._ask(mutant)
 
-    def answers(self, deadline: float) -> Iterator[tuple[Group, Mutant, Answer]]:
-        """Yield what each mutant came to, until all are done or time is up."""
+    def answers(self, deadline: float) -> Iterator[tuple[Mutant, str, str, Answer | None]]:
+        """Yield each mutant with what it came to and why, until all are done or time is up.
+
+        A mutant comes again if the test that had killed it turns out to fail without one.
+
+        Raises:
+            SpoiltError: a canary lives.
+        """
+        for mutant in self._unreached:
+            yield mutant, SURVIVED, UNREACHED, None
         for answer in self._crew.answers(deadline):
-            if answer.order.key not in self._mutants:
-                self._judge_trial(answer)
-                continue
-            group, mutant = self._mutants[answer.order.key]
-            if group.name not in self.spoilt:
-                yield group, mutant, answer
+            how, told = outcome(answer)
+            key = answer.order.key
+            if key.startswith(_CANARY):
+                say(f"{key}: {answer.seconds:.1f} s, {how} {told}")
+                if how != KILLED:
+                    raise SpoiltError(f"{key} is {how} and must be {KILLED}; {answer.output}")
+            elif key.startswith(_ALONE):
+                self._judge_test(key.removeprefix(_ALONE), how, answer)
+            else:
+                mutant = self._mutants[key]
+                if how == KILLED and told in self.unsteady:
+                    self._ask(mutant)
+                    continue
+                if how == KILLED:
+                    self._killed.setdefault(told, []).append(mutant)
+                    self.try_alone(told)
+                if how == SURVIVED:
+                    told = f"{len(answer.order.tests)} of {self._of[key]} tests that may tell"
+                yield mutant, how, told, answer
 
-    def _try(self, kind: str, group: Group) -> None:
-        module, text = (group.canary[0], group.canary_text(ROOT)) if kind == _CANARY else ("", None)
+    def try_alone(self, test: str) -> None:
+        """Run a test that has killed once more, without a mutant and without those before it.
+
+        If it needs them, or fails now and then, its kills are none.
+        """
+        if test in self._alone | self.steady:
+            return
+        self._alone.add(test)
+        file = test.partition("::")[0]
+        order = Order(key=_ALONE + test, files=(file,), tests=(test,), limit=_MORE, first=True)
+        self._crew.put(order)
+
+    def _ask(self, mutant: Mutant) -> None:
+        tests = self._able(mutant.place.module, mutant.line)
+        if self._long:
+            tests += self._cover.perhaps(mutant.place.module)
+        if tests:
+            self._put(mutant.key, tests, mutant.place.module, mutant.text)
+            self._of[mutant.key] = len(tests)
+        else:
+            self._unreached.append(mutant)
+
+    def _able(self, module: str, line: int) -> list[Test]:
+        source = (ROOT / module).read_text(encoding="utf-8")
+        return self._cover.able(module, reach(source, line))
+
+    def _put(self, key: str, able: Sequence[Test], module: str, text: str) -> None:
+        tests = within(able, self._seconds)
         self._crew.put(
             Order(
-                key=kind + group.name,
-                tests=group.tests,
-                limit=_TRIAL_LIMIT,
+                key=key,
+                files=tuple(dict.fromkeys(test.file for test in tests)),
+                tests=tuple(test.name for test in tests),
+                limit=_SLOWER * sum(test.seconds for test in tests) + _MORE,
                 module=module,
                 text=text,
             )
         )
 
-    def _judge_trial(self, answer: Answer) -> None:
-        kind = next(kind for kind in _WANTED if answer.order.key.startswith(kind))
-        name = answer.order.key.removeprefix(kind)
-        how, told = outcome(answer)
-        say(f"{answer.order.key}: {answer.seconds:.1f} s, {how} {told}")
-        if how != _WANTED[kind]:
-            self.spoilt[name] = f"{answer.order.key} is {how}, want {_WANTED[kind]}; {told}"
-            say(f"{self.spoilt[name]}\n{answer.output}")
-        elif kind == _GREEN:
-            self._limits[name] = _SLOWER * answer.seconds + _MORE
-        elif kind == _CANARY:
-            self._seen.add(name)
-        if kind != _STILL_GREEN and name in self._limits and name in self._seen:
-            self._begin(self._groups[name])
-
-    def _begin(self, group: Group) -> None:
-        for key, (owner, mutant) in self._mutants.items():
-            if owner is group:
-                self._crew.put(
-                    Order(
-                        key=key,
-                        tests=group.tests,
-                        limit=self._limits[group.name],
-                        module=mutant.place.module,
-                        text=mutant.text,
-                    )
-                )
-        # Tests that fail now and then on a busy machine would count as kills.
-        self._try(_STILL_GREEN, group)
+    def _judge_test(self, test: str, how: str, answer: Answer) -> None:
+        if how == SURVIVED:
+            self.steady.add(test)
+            return
+        why = answer.failures[0]["text"] if answer.failures else answer.output
+        self.unsteady[test] = why
+        self._cover.drop(test, why)
+        say(f"{test} is {how} by itself, without a mutant")
+        for mutant in self._killed.pop(test, ()):
+            self._ask(mutant)
 
 
 def say(text: str) -> None:

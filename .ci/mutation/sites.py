@@ -9,6 +9,7 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import cosmic_ray.plugins
@@ -71,6 +72,7 @@ class Mutant:
         return f"{name}:{hashlib.sha256(self.text.encode()).hexdigest()[:8]}"
 
 
+@cache
 def places_of(root: Path, module: str) -> list[Place]:
     """Return where a module could be changed so that a test might tell, line by line.
 

@@ -20,31 +20,37 @@ ROOT = HERE.parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """Modules that the same tests judge.
+class Canary:
+    """A mutant that must be killed: `old`, which stands once in `module`, becomes `new`."""
+
+    module: str
+    old: str
+    new: str
+
+    def changed(self, root: Path) -> tuple[int, str]:
+        """Return the line that is changed, and the module with the change."""
+        source = (root / self.module).read_text(encoding="utf-8")
+        if source.count(self.old) != 1:
+            raise ListError(f"targets.toml: {self.old!r} must stand once in {self.module}")
+        line = source[: source.index(self.old)].count("\n") + 1
+        return line, source.replace(self.old, self.new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What is changed, and which tests are asked.
 
     Attributes:
-        name: of the group.
-        modules: paths from the top of the checkout.
-        tests: pytest's arguments, the likeliest to fail first.
-        whole: every mutant is run; else a sample over all such groups.
-        canary: module, line as it is, line as it becomes: a mutant that the tests must kill, or
-            they do not see the changed tree.
+        whole: modules of which every mutant is run.
+        sampled: all others.
+        tests: files.
+        canaries: mutants that are run before all others.
     """
 
-    name: str
-    modules: tuple[str, ...]
+    whole: tuple[str, ...]
+    sampled: tuple[str, ...]
     tests: tuple[str, ...]
-    whole: bool
-    canary: tuple[str, str, str]
-
-    def canary_text(self, root: Path) -> str:
-        """Return the canary's module with its change."""
-        module, old, new = self.canary
-        source = (root / module).read_text(encoding="utf-8")
-        if source.count(old) != 1:
-            raise ListError(f"the canary of '{self.name}': {old!r} must stand once in {module}")
-        return source.replace(old, new)
+    canaries: tuple[Canary, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,38 +64,31 @@ class Equivalent:
 
     def covers(self, mutant: Mutant) -> bool:
         """Whether this is it; lines are named by their text, which moves less than their number."""
-        return (self.module, self.old, self.new) == (mutant.place.module, mutant.old, mutant.new)
+        return (self.module, self.old, self.new) == (
+            mutant.place.module,
+            mutant.old,
+            mutant.new,
+        )
 
 
 class ListError(ValueError):
     """A list does not fit the tree."""
 
 
-def groups(root: Path) -> list[Group]:
-    """Return the groups; every module of the package is in one, or is left out with a reason."""
+def targets(root: Path) -> Targets:
+    """Return the list; every module of the package is in it, or is left out with a reason."""
     listed = _read("targets.toml")
-    free = {str(path.relative_to(root)) for path in root.glob("fsdp/**/*.py")}
+    modules = {str(path.relative_to(root)) for path in root.glob("fsdp/**/*.py")}
     for each in listed["left_out"]:
-        free -= _matched(each["modules"], free)
-    found = []
-    for each in listed["group"]:
-        modules = _matched(each["modules"], free)
-        free -= modules
-        for test in each["tests"]:
-            if not test.startswith("-") and not (root / test.partition("::")[0]).exists():
-                raise ListError(f"targets.toml: '{each['name']}' names {test}: there is none")
-        found.append(
-            Group(
-                name=each["name"],
-                modules=tuple(sorted(modules)),
-                tests=tuple(each["tests"]),
-                whole=each.get("whole", False),
-                canary=tuple(each["canary"]),
-            )
-        )
-    if free:
-        raise ListError(f"targets.toml: no group for {sorted(free)}; add each to one")
-    return found
+        modules -= _matched(each["modules"], modules)
+    whole = _matched(listed["whole"], modules)
+    tests = [path for folder in listed["tests"] for path in root.glob(f"{folder}/test_*.py")]
+    return Targets(
+        whole=tuple(sorted(whole)),
+        sampled=tuple(sorted(modules - whole)),
+        tests=tuple(sorted(str(path.relative_to(root)) for path in tests)),
+        canaries=tuple(Canary(**each) for each in listed["canary"]),
+    )
 
 
 def sample(places: Iterable[Place], seed: int) -> list[Place]:

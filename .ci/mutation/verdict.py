@@ -8,34 +8,40 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from crew import Answer
+from witness import LOST
 
 KILLED, SURVIVED = "killed", "survived"
 UNIMPORTABLE, TIME_OUT, HARNESS = "unimportable", "time-out", "harness"
 OUTCOMES = (KILLED, SURVIVED, TIME_OUT, HARNESS, UNIMPORTABLE)
+_TESTS_FAILED = (1, 2)
 _COLLECTION_FAILED = (1, 2, 4)
-_LOST_RANKS = {"HANG", "CRASH", "DESYNC", "TRANSPORT"}
-"""Verdicts on ranks that a time-out, a dead process or a broken connection led to."""
 _UNSTABLE = re.compile(r"DeadlineExceeded|FlakyFailure|hypothesis\.errors|MemoryError")
 
 
 def outcome(answer: Answer) -> tuple[str, str]:
-    """Return how a run ended, and the test that failed first or what happened instead.
+    """Return how a run ended, and the test that told or what happened instead.
 
     Killed is only what an assertion or an exception of a test has told. Ranks that hang, die or
-    lose each other are `time-out` and `harness`, as is a run that ends in another way.
+    lose each other are `time-out` and `harness`, as is a run that ends in another way, unless a
+    later test tells.
     """
-    failure = answer.failure
+    found = [_of_failure(failure, answer.exit) for failure in answer.failures]
+    kill = next((each for each in found if each[0] == KILLED), None)
+    if kill is not None:
+        return kill
     if answer.exit is None:
         return TIME_OUT, "the run"
     if answer.exit == 0:
         return SURVIVED, ""
-    if failure is None:
-        return HARNESS, f"exit status {answer.exit}: {answer.output[-200:]}"
-    if failure["when"] == "collect" and answer.exit in _COLLECTION_FAILED:
+    return found[0] if found else (HARNESS, f"exit status {answer.exit}: {answer.output[-200:]}")
+
+
+def _of_failure(failure: Mapping[str, str], status: int | None) -> tuple[str, str]:
+    if failure["when"] == "collect" and status in _COLLECTION_FAILED:
         return UNIMPORTABLE, failure["test"]
-    if answer.exit != 1:
-        return HARNESS, f"exit status {answer.exit}: {failure['text'][-200:]}"
-    if failure["ranks"] in _LOST_RANKS:
+    if status not in _TESTS_FAILED:
+        return HARNESS, f"exit status {status}: {failure['text'][-200:]}"
+    if failure["ranks"] in LOST:
         kind = TIME_OUT if failure["ranks"] == "HANG" else HARNESS
         return kind, f"{failure['ranks']} in {failure['test']}"
     if _UNSTABLE.search(failure["text"]):
