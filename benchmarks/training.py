@@ -250,6 +250,9 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
         world_size=args.world,
         backend=dist.get_default_backend_for_device(device),
     )
+    if device.type != "cpu":
+        # What libraries allocate at their first product and keep would be of the first one's peak.
+        Trainee("bare", args, device).round(warmup=1, steps=0)
     trainees = {name: Trainee(name, args, device) for name in args.implementations}
     for _ in range(args.rounds):
         for trainee in trainees.values():

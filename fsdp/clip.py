@@ -96,7 +96,7 @@ def _as_promoted(total: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torc
         warnings.warn(
             "Called FSDP.clip_grad_norm_() on a rank with no gradients -- returning the total "
             "norm in the default dtype torch.float32",
-            stacklevel=4,
+            stacklevel=5,  # the caller of the wrapper's method, which runs without gradients
         )
         return total
     dtype = gradients[0].dtype

@@ -108,5 +108,5 @@ def _compressed(
 
 
 def _divide(tensor: torch.Tensor, factor: float) -> None:
-    if factor > 1:
+    if factor != 1:
         tensor.div_(factor)

@@ -96,7 +96,7 @@ def shard_parameter(
     info: DataParallelMeshInfo,
     cut: Cut,
     *,
-    offload: bool = False,
+    offload: bool,
 ) -> DTensorParam:
     """Replace ``original`` on its owners by this rank's part of it, on the CPU if ``offload``.
 
@@ -173,8 +173,6 @@ class DTensorExposure:
 
     def _reread(self, param: DTensorParam) -> None:
         found: torch.Tensor | None = param.registered()
-        if found is param.unsharded and found is not None:
-            return
         if not isinstance(found, DTensor) or not isinstance(found, nn.Parameter):
             raise ValueError(
                 f"parameter '{param.fqn or param.info.param_name}' was replaced after sharding by "

@@ -70,6 +70,16 @@ class FSDPModule(PassSettings, CommSettings):
         """
         self._state().reset_iter_state()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Drop the gradients of all parameters, and those that wait for a reduction.
+
+        The latter are not yet those of any parameter that an optimizer has: its ``zero_grad()``
+        leaves them.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for group in self._groups(recurse=True):
+            group.reducer.drop_waiting()
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the sharded parameters, then bring them back into the shards."""
         for group in self._groups():

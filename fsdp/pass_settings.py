@@ -65,7 +65,10 @@ class PassSettings(Unit):
         *,
         recurse: bool = True,
     ) -> None:
-        """Say whether backward reduces gradients; if not, they accumulate whole."""
+        """Say whether backward reduces gradients; if not, they accumulate whole.
+
+        The module's own ``zero_grad()`` drops what has accumulated; an optimizer's does not see it.
+        """
         for group in self._groups(recurse=recurse):
             group.settings.reduce_grads = requires_gradient_sync
             group.settings.all_reduce_grads = requires_gradient_sync

@@ -105,7 +105,8 @@ def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: to
     if given.sync_module_states:
         broadcast_states([*params, *buffers], info, device)
     policy = given.policy()
-    state = FSDPState((unit,), info, device, policy, auto_reshard=True, wording=_WORDING)
+    shards = STRATEGIES[given.sharding_strategy].shards
+    state = FSDPState((unit,), info, device, policy, auto_reshard=shards, wording=_WORDING)
     state.prefetches = _PREFETCHES[given.backward_prefetch]
     unit._exposure = _exposure(unit, module, params)
     if not params:

@@ -187,7 +187,8 @@ class ExtendedParams:
         for output, sent in zip(item.outputs, item.sent, strict=True):
             whole = output.data.view(-1, *sent.shape[1:])
             rows = item.param.shape[0]
-            if self._uneven(item.param) and sent.shape[0] * self._info.shard_size > rows:
+            padded = self._uneven(item.param) and sent.ndim > 0
+            if padded and sent.shape[0] * self._info.shard_size > rows:
                 whole = whole[:rows]
             outputs.append(whole)
         return tuple(outputs)

@@ -180,9 +180,13 @@ class Reducer:
 
     def abandon(self) -> None:
         """Lose every gradient that has not been handed over."""
+        self.drop_waiting()
+        self._offload_event = None
+
+    def drop_waiting(self) -> None:
+        """Lose the gradients that wait for a reduction, or for that over the replicas."""
         self.recall()
         self._partial = None
-        self._offload_event = None
         self.holds_back = False
         for param in self._params:
             param.accumulated_grad = None

@@ -251,10 +251,10 @@ def hook_gradient(
     """Run ``hook`` when the gradient of ``tensor`` is complete, for good: without a handle.
 
     What ``register_hook`` does, which spends three quarters of its time on the handle. Users may
-    register hooks on the same tensor before and after.
+    register hooks on the same tensor before and after: autograd keeps a list of such dictionaries.
     """
     node = tensor.grad_fn
-    if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
+    if node is None or type(tensor) is not torch.Tensor:
         tensor.register_hook(hook)
         return
     tensor._backward_hooks = OrderedDict({_OURS: hook})

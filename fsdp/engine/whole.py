@@ -40,7 +40,7 @@ class WholeParams:
         # a side stream does not wait for those, and would fill the buffer before them.
         self._buffer.free()
         self._recast: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if unit is torch.uint8 and layout != shard.layout:
+        if shard.data.dtype is torch.uint8 and (layout, unit) != (shard.layout, torch.uint8):
             self._recast = self._recast_mixed
         self._smaller: tuple[DataParallelMeshInfo, GatherPlan] | None = None
         self._sent: torch.Tensor | None = None  # what an extended gather in flight took
@@ -78,7 +78,7 @@ class WholeParams:
     def _recast_mixed(self, shard: torch.Tensor) -> torch.Tensor:
         """Return a shard of bytes with every piece in its compute dtype."""
         layout, rank = self._plan.layout, self._info.shard_rank
-        recast = torch.zeros(layout.shard_numel, dtype=torch.uint8, device=self._device)
+        recast = torch.zeros(layout.shard_numel, dtype=self._buffer.data.dtype, device=self._device)
         for index, param in enumerate(self._shard.plain):
             piece = layout.piece(index, rank)
             rows = piece.stop - piece.start

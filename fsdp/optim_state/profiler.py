@@ -61,6 +61,6 @@ class SimpleProfiler:
     @classmethod
     def dump_and_reset(cls, message: str) -> None:
         """Log the totals on rank 0, with ``TORCH_DISTRIBUTED_DEBUG=INFO``, and forget them."""
-        if dist.get_rank() == 0 and get_debug_level() is DebugLevel.INFO:
+        if dist.get_rank() == 0 and get_debug_level() == DebugLevel.INFO:
             _logger.info("%s %s", message, dict(cls.results))
         cls.reset()

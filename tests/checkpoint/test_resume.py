@@ -29,6 +29,8 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.02, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
 }
 
@@ -168,7 +170,7 @@ def agrees(model: nn.Module, case: Case) -> None:
 
 # No shrinking: an example is a job, and a drawn case is short enough to be read.
 QUICK = settings(
-    max_examples=8,
+    max_examples=25,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

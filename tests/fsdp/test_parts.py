@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+import fsdp
 from conformance.ranks import RankContext
 from fsdp import FSDPMeshInfo, fully_shard
 from fsdp.engine.division import choose_division
@@ -46,6 +47,11 @@ def _read_names(context: RankContext) -> list[bool]:
 
 def test_the_names_that_users_of_pytorchs_read_are_there() -> None:
     assert all(agreed(_read_names, 2))
+
+
+def test_public_names_say_that_they_come_from_this_package() -> None:
+    homes = {getattr(getattr(fsdp, name), "__module__", "fsdp") for name in fsdp.__all__}
+    assert {home.partition(".")[0] for home in homes} == {"fsdp"}
 
 
 def test_every_change_of_state_that_the_table_lacks_is_named() -> None:

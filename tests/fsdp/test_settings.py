@@ -31,7 +31,17 @@ from fsdp.engine.layout import side_by_side
 from fsdp.engine.readiness import check_ready
 from fsdp.engine.reduction import uniform_dtype
 from fsdp.engine.torch_private import has_replicate
-from tests.fsdp.plain import DIM, batch, build, compare, loss_of, train_plain, train_sharded, whole
+from tests.fsdp.plain import (
+    DIM,
+    batch,
+    build,
+    compare,
+    loss_of,
+    optimizer_of,
+    train_plain,
+    train_sharded,
+    whole,
+)
 from tests.fsdp.ranks import agreed, error_of, named_on_every_rank, on_ranks
 from tests.fsdp.test_parallel import Pair
 from tests.fsdp.test_training import shard_blocks
@@ -472,6 +482,48 @@ def _reduced_once(context: RankContext, *, prefetch: bool) -> list[int]:
 def test_a_unit_called_several_times_is_reduced_once_after_no_sync(*, prefetch: bool) -> None:
     # At the start of each micro-batch: two groups reduce in the second of each step.
     assert agreed(_reduced_once, 2, prefetch=prefetch) == [0, 0, 2, 2, 4, 4, 6]
+
+
+WAITING: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": ("set_requires_gradient_sync", {}),
+    "in_the_reduce_dtype": (
+        "set_requires_gradient_sync",
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+    ),
+    "for_replicas": ("set_requires_all_reduce", {}),
+}
+
+
+def _dropped(context: RankContext, waiting: str, way: str) -> None:
+    """What waits is dropped, in one block alone if it is told so."""
+    setter, options = WAITING[waiting]
+    shape, names = (context.world_size,), ("shard",)
+    if waiting == "for_replicas":
+        shape, names = (context.world_size, 1), ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model, plain = shard_blocks(build(), mesh=mesh, **options), build()
+    getattr(model, setter)(False)
+    loss_of(model, batch(9, context.rank)).backward()
+    getattr(model, setter)(True)
+    dropped = [model, plain]
+    if way == "zero_grad of a block":
+        dropped = [model.blocks[0], plain.blocks[0]]
+    getattr(dropped[0], way.partition(" ")[0])()
+    loss_of(model, batch(0, context.rank)).backward()
+    for step in (9, 0):
+        for rank in range(context.world_size):
+            (loss_of(plain, batch(step, rank)) / context.world_size).backward()
+        if step == 9:
+            dropped[1].zero_grad()
+    for module in (model, plain):
+        optimizer_of(module.parameters(), "sgd").step()
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("way", ["zero_grad", "zero_grad of a block", "reset_iter_state"])
+@pytest.mark.parametrize("waiting", WAITING)
+def test_gradients_that_wait_can_be_dropped(waiting: str, way: str) -> None:
+    on_ranks(_dropped, 2, fresh=waiting == "for_replicas", waiting=waiting, way=way)
 
 
 def _left_over(context: RankContext) -> list[bool]:

@@ -27,7 +27,7 @@ from tests.fsdp.plain import (
     train_sharded,
     whole,
 )
-from tests.fsdp.ranks import on_ranks
+from tests.fsdp.ranks import agreed, on_ranks
 from tests.fsdp.streams import COMPUTE, OrderedStreams, Races
 from tests.fsdp.test_extension import doubled
 from tests.fsdp.test_training import shard_blocks
@@ -95,6 +95,20 @@ def _trains(context: RankContext, variant: str, kind: type) -> list[str]:
 def test_no_kernel_runs_beside_one_that_it_conflicts_with(variant: str, kind: type) -> None:
     for found in on_ranks(_trains, 2, variant=variant, kind=kind):
         assert found == []
+
+
+def _copied_in(context: RankContext) -> list[str]:
+    """On which streams shards are cast on their way into the gathers of a forward."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    model, races = watched(shard_blocks(build(), mp_policy=policy))
+    x = batch(0, context.rank).bfloat16()
+    with races, torch.no_grad():
+        model(x)
+    return sorted({stream for name, stream in races.kernels if name == "aten::copy_"})
+
+
+def test_shards_are_copied_into_a_gather_on_its_own_stream() -> None:
+    assert agreed(_copied_in, 2) == ["gather"]
 
 
 def _alone(context: RankContext, variant: str) -> list[str]:

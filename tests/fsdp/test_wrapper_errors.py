@@ -345,6 +345,13 @@ def two_limits() -> None:
     wrapped(auto_wrap_policy=policy)(batch(0, 0))
 
 
+def two_precisions_in_eval() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        precise = wrapped(Residual, auto_wrap_policy=None)
+    FSDP(nn.Sequential(precise))(batch(0, 0))
+
+
 def left_on_meta() -> None:
     model = wrapped(use_orig_params=True)
     model.to("meta")
@@ -481,6 +488,11 @@ MOMENTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "Expects one homogeneous value for limit_all_gathers",
     ),
+    "two_precisions": (
+        two_precisions_in_eval,
+        ValueError,
+        "Expects one homogeneous value for _use_full_prec_in_eval",
+    ),
     "left_on_meta": (
         left_on_meta,
         RuntimeError,
@@ -540,6 +552,11 @@ CPU = torch.device("cpu")
 DEVICES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two_devices": (
         lambda: wrapper_mesh.compute_device(None, at(ACCELERATOR, OTHER), 0),
+        RuntimeError,
+        "FSDP only supports single device modules",
+    ),
+    "two_kinds_of_devices": (
+        lambda: wrapper_mesh.compute_device(None, at(ACCELERATOR, torch.device("xpu", 0)), 0),
         RuntimeError,
         "FSDP only supports single device modules",
     ),

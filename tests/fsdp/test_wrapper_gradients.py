@@ -64,6 +64,30 @@ def test_gradients_of_this_rank_are_whole_until_they_are_reduced(strategy: str) 
     on_ranks(_held, 2, strategy=strategy)
 
 
+class Partly(nn.Module):
+    """Of two layers, the second one takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(10, 4), nn.Linear(10, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def _unused(context: RankContext) -> None:
+    model = wrapped(Partly, use_orig_params=True, auto_wrap_policy=None)
+    with model.no_sync():
+        loss_of(model, batch(0, context.rank)).backward()
+    assert [p.grad is None for p in model.parameters()] == [False, False, True, True]
+    loss_of(model, batch(1, context.rank)).backward()
+    assert not any(p.grad.any() for p in model.unused.parameters() if p.numel())
+
+
+def test_what_took_no_part_has_no_gradient_until_its_unit_is_reduced() -> None:
+    on_ranks(_unused, 2)
+
+
 def _changed_while_held(context: RankContext, *, original: bool, change: str) -> None:
     """What the user makes of them is what is reduced, or dropped."""
     model = wrapped(use_orig_params=original)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -92,6 +93,27 @@ def _writes_back(context: RankContext, *, original: bool) -> None:
 @ORIGINAL
 def test_changes_to_whole_parameters_stay_if_asked_for(*, original: bool) -> None:
     on_ranks(_writes_back, 2, original=original)
+
+
+def _raises_inside(context: RankContext, strategy: str, *, original: bool) -> list[bool]:
+    """Whether a change in place, and one of what is there, stay although the body has raised."""
+    model = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy[strategy])
+    with suppress(KeyError), FSDP.summon_full_params(model), torch.no_grad():
+        model.inp.weight.fill_(3.0)
+        model.inp.bias.data = torch.full((10,), 3.0)
+        raise KeyError
+    with FSDP.summon_full_params(model, writeback=False):
+        return [bool((param == 3).any()) for param in (model.inp.weight, model.inp.bias)]
+
+
+@ORIGINAL
+@pytest.mark.parametrize(
+    ("strategy", "stay"), [("FULL_SHARD", [False, False]), ("NO_SHARD", [True, False])]
+)
+def test_changes_to_shards_are_dropped_where_the_body_of_a_summon_raises(
+    strategy: str, stay: list[bool], *, original: bool
+) -> None:
+    assert agreed(_raises_inside, 2, strategy=strategy, original=original) == stay
 
 
 def _between_passes(context: RankContext, *, original: bool) -> None:

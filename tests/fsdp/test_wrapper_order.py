@@ -14,7 +14,7 @@ from conformance.ranks import RankContext
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from tests.fsdp.plain import batch, build
-from tests.fsdp.ranks import agreed, error_of, on_ranks
+from tests.fsdp.ranks import agreed, count, error_of, on_ranks
 
 
 class Ways(nn.Module):
@@ -152,6 +152,12 @@ def _frozen_order(context: RankContext) -> int:
     """Checks stop with the first iteration: later ones exchange nothing."""
     with in_detail():
         model = ways()
+        before = count(context, "all_gather")
+        model(batch(0, 0))
+        found = count(context, "all_gather") - before
+        agreement, units = 1, 2
+        assert found == agreement + units + units  # each unit is compared, and then gathered
+        model.zero_grad()
         step(model)
         calls = []
         order = model._order

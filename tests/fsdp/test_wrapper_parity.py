@@ -38,6 +38,7 @@ LONG = [pytest.param(world, marks=pytest.mark.long) for world in (3, 4)]
 WORLDS = pytest.mark.parametrize("world", [1, 2, *LONG])
 KINDS = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 STEPS = 2
+CPU = torch.device("cpu")
 PREFIX = "_fsdp_wrapped_module."
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -106,7 +107,10 @@ class Trained:
 
 
 def trained(
-    model: nn.Module, parameters: Callable[[], Any], average: Callable[[], None]
+    model: nn.Module,
+    parameters: Callable[[], Any],
+    average: Callable[[], None],
+    device: torch.device = CPU,
 ) -> Trained:
     """Train for some steps; `parameters` gives the whole ones by their bare names."""
     wrappers = (FullyShardedDataParallel, DistributedDataParallel)
@@ -117,7 +121,7 @@ def trained(
     for step in range(STEPS):
         given = [
             value.requires_grad_() if value.is_floating_point() else value
-            for value in inner.get_input("cpu")
+            for value in inner.get_input(device)
         ]
         torch.manual_seed(100 * step + dist.get_rank())  # dropout
         loss = inner.get_loss(given, model(*given)) / 10
@@ -141,8 +145,8 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace(PREFIX, ""), param.detach().clone()
 
 
-def without_wrapper(make: Callable[[int, Wrap], nn.Module]) -> Trained:
-    model = make(dist.get_rank(), keep)
+def without_wrapper(make: Callable[[int, Wrap], nn.Module], device: torch.device = CPU) -> Trained:
+    model = make(dist.get_rank(), keep).to(device)
 
     def average() -> None:
         for param in model.parameters():
@@ -150,19 +154,23 @@ def without_wrapper(make: Callable[[int, Wrap], nn.Module]) -> Trained:
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
 
-    return trained(model, lambda: bare_parameters(model), average)
+    return trained(model, lambda: bare_parameters(model), average, device)
 
 
-def with_ddp(make: Callable[[int, Wrap], nn.Module]) -> Trained:
-    inner = make(dist.get_rank(), keep)
+def with_ddp(make: Callable[[int, Wrap], nn.Module], device: torch.device = CPU) -> Trained:
+    inner = make(dist.get_rank(), keep).to(device)
     # Statistics of batch norm are each rank's own here, as without a wrapper.
     model = DistributedDataParallel(inner, broadcast_buffers=False)
-    return trained(model, lambda: bare_parameters(inner), lambda: None)
+    return trained(model, lambda: bare_parameters(inner), lambda: None, device)
 
 
-def with_ours(make: Callable[[int, Wrap], nn.Module], **options: Any) -> Trained:
+def with_ours(
+    make: Callable[[int, Wrap], nn.Module], device: torch.device = CPU, **options: Any
+) -> Trained:
+    if device != CPU:
+        options["device_id"] = device
     model = wrap(make(dist.get_rank(), lambda module: wrap(module, **options)), **options)
-    return trained(model, lambda: whole_parameters(model), lambda: None)
+    return trained(model, lambda: whole_parameters(model), lambda: None, device)
 
 
 def same(ours: Trained, other: Trained, who: str) -> None:
@@ -184,16 +192,15 @@ def moved(trained: Trained, make: Callable[[int, Wrap], nn.Module]) -> None:
     """Every parameter that requires a gradient was trained, and no other."""
     model = make(dist.get_rank(), keep)
     for name, param in model.named_parameters():
-        changed = not torch.equal(trained.parameters[name], param.detach())
+        changed = not torch.equal(trained.parameters[name].cpu(), param.detach())
         assert changed == param.requires_grad, name
 
 
 def _parity(context: RankContext, name: str, *, original: bool, options: dict[str, Any]) -> None:
-    del context
-    make = MODELS[name]
-    ours = with_ours(make, use_orig_params=original, **options)
-    same(ours, without_wrapper(make), "no wrapper")
-    same(ours, with_ddp(make), "DistributedDataParallel")
+    make, device = MODELS[name], context.device
+    ours = with_ours(make, device, use_orig_params=original, **options)
+    same(ours, without_wrapper(make, device), "no wrapper")
+    same(ours, with_ddp(make, device), "DistributedDataParallel")
     moved(ours, make)
 
 
@@ -214,7 +221,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["transformer", "nested"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_trains_alike(name: str, options: dict[str, Any], *, original: bool) -> None:
     on_ranks(_parity, 2, name=name, original=original, options=options)
@@ -222,13 +229,13 @@ def test_every_option_trains_alike(name: str, options: dict[str, Any], *, origin
 
 def _mixed(context: RankContext) -> None:
     """Only original parameters may differ in whether they train; flat ones refuse."""
-    del context
-    ours = with_ours(mostly_frozen, use_orig_params=True)
-    same(ours, without_wrapper(mostly_frozen), "no wrapper")
-    same(ours, with_ddp(mostly_frozen), "DistributedDataParallel")
+    device = context.device
+    ours = with_ours(mostly_frozen, device, use_orig_params=True)
+    same(ours, without_wrapper(mostly_frozen, device), "no wrapper")
+    same(ours, with_ddp(mostly_frozen, device), "DistributedDataParallel")
     moved(ours, mostly_frozen)
     with pytest.raises(ValueError, match="requires_grad"):
-        with_ours(mostly_frozen)
+        with_ours(mostly_frozen, device)
 
 
 @WORLDS
@@ -240,7 +247,10 @@ def test_frozen_and_trained_parameters_share_a_unit(world: int) -> None:
 
 
 def _experts(context: RankContext, *, original: bool) -> None:
-    options = {"use_orig_params": original}
+    options: dict[str, Any] = {"use_orig_params": original}
+    device = context.device
+    if device != CPU:
+        options["device_id"] = device
     alone = [dist.new_group([rank]) for rank in range(context.world_size)][context.rank]
 
     def unit(module: nn.Module) -> nn.Module:
@@ -249,11 +259,11 @@ def _experts(context: RankContext, *, original: bool) -> None:
     def of_this_rank(module: nn.Module) -> nn.Module:
         return wrap(module, process_group=alone, **options)
 
-    plain = MixtureOfExperts(rank=context.rank)
-    wanted = trained(plain, lambda: bare_parameters(plain), lambda: None)
+    plain = MixtureOfExperts(rank=context.rank).to(device)
+    wanted = trained(plain, lambda: bare_parameters(plain), lambda: None, device)
     inner = MixtureOfExperts(rank=context.rank, wrap=unit, wrap_expert=of_this_rank)
     model = wrap(inner, **options)
-    ours = trained(model, lambda: whole_parameters(model), lambda: None)
+    ours = trained(model, lambda: whole_parameters(model), lambda: None, device)
     same(ours, wanted, "no wrapper")
     if context.world_size > 1:
         expert = ours.parameters["module.2.weight"]
@@ -266,6 +276,53 @@ def _experts(context: RankContext, *, original: bool) -> None:
 @KINDS
 def test_an_expert_stays_its_ranks_own(world: int, *, original: bool) -> None:
     on_ranks(_experts, world, fresh=True, original=original)
+
+
+# The same on accelerators: one rank with one of them, two ranks with two
+
+
+def on_accelerators(function: Callable[..., Any], world: int, **given: Any) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    on_ranks(function, world, device=accelerator.type, **given)
+
+
+def needing(count: int) -> Any:
+    short = torch.accelerator.device_count() < count
+    return pytest.param(
+        count, marks=pytest.mark.skipif(short, reason=f"needs accelerators: {count}")
+    )
+
+
+ACCELERATORS = pytest.mark.parametrize("world", [needing(1), needing(2)])
+
+
+@ACCELERATORS
+@KINDS
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_alike_on_accelerators(name: str, world: int, *, original: bool) -> None:
+    on_accelerators(_parity, world, name=name, original=original, options={})
+
+
+@ACCELERATORS
+@KINDS
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_trains_alike_on_accelerators(
+    name: str, options: dict[str, Any], world: int, *, original: bool
+) -> None:
+    on_accelerators(_parity, world, name=name, original=original, options=options)
+
+
+@ACCELERATORS
+def test_frozen_and_trained_parameters_share_a_unit_on_accelerators(world: int) -> None:
+    on_accelerators(_mixed, world)
+
+
+@ACCELERATORS
+@KINDS
+def test_an_expert_stays_its_ranks_own_on_accelerators(world: int, *, original: bool) -> None:
+    on_accelerators(_experts, world, fresh=True, original=original)
 
 
 # Cases of the suite, against the unsharded oracle

@@ -1,8 +1,10 @@
-"""Single sentences about the wrapper: its names, what `device_id` moves, delays, low precision."""
+"""Single sentences about the wrapper: its names, what `device_id` moves, delays, low precision,
+what forward sees, what a summon shows."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import warnings
 from typing import Any
@@ -19,6 +21,8 @@ import fsdp
 from conformance.models.fixtures import MixtureOfExperts, NestedWrappedModuleWithDelay
 from conformance.ranks import RankContext
 from fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, wrapper_making
+from fsdp.engine import backward, forward
+from fsdp.engine.division import half_of
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from tests.fsdp.plain import Residual, batch, build, loss_of, train_plain
@@ -258,6 +262,120 @@ def test_nothing_in_low_precision_is_kept_between_iterations(
     start, inside, *after = agreed(_low_memory, 2, strategy=strategy, original=original)
     assert (start, after) == (0, [0, 0])
     assert inside >= 2 * sum(param.numel() for param in build(Residual).parameters())
+
+
+# What forward sees, and what it leaves
+
+
+def _in_forward(context: RankContext, *, original: bool) -> list[Any]:
+    """Whole parameters are leaves of autograd, the same ones however often they are read."""
+    model = wrapped(use_orig_params=original)
+    weight = build().blocks[0].up.weight.detach()
+    found: list[Any] = []
+
+    def look(module: nn.Module, _args: Any, _output: Any) -> None:
+        seen = module.weight
+        assert torch.equal(seen, weight)
+        found.extend([isinstance(seen, nn.Parameter), seen.is_leaf, seen.requires_grad])
+        found.extend([seen.grad_fn is None, module.weight is seen])
+
+    model.module.blocks[0].module.up.register_forward_hook(look)
+    loss_of(model, batch(0, context.rank)).backward()
+    with FSDP.summon_full_params(model):
+        found.append(isinstance(model.module.blocks[0].module.up.weight, nn.Parameter))
+    return found
+
+
+@ORIGINAL
+def test_whole_parameters_are_leaves_inside_forward(*, original: bool) -> None:
+    found = agreed(_in_forward, 2, original=original)
+    assert found == [original, True, True, True, True, True]
+
+
+def _hooked(context: RankContext, *, original: bool) -> list[Any]:
+    """How many hooks each of two forwards puts on outputs, and whose hooks backward runs."""
+    model = wrapped(use_orig_params=original)
+    found, ran = [], []
+
+    def noted(state: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ran.append(state.name)
+        return backward.pre_backward(state, gradient)
+
+    with (
+        mock.patch.object(forward, "hook_gradient", wraps=forward.hook_gradient) as hooks,
+        mock.patch.object(forward, "pre_backward", noted),
+    ):
+        for number in (1, 2):
+            output = model(batch(0, context.rank))
+            found.append(hooks.call_count / number)
+    model.state_dict()
+    output.sum().backward()
+    return [*found, ran]
+
+
+@ORIGINAL
+def test_outputs_are_hooked_once_per_forward_and_a_saved_state_leaves_the_hooks(
+    *, original: bool
+) -> None:
+    first, second, ran = agreed(_hooked, 2, original=original)
+    assert (first, second) == (3, 3)
+    assert ran == ["FullyShardedDataParallel", "blocks.1", "blocks.0"]
+
+
+# What a summon shows
+
+
+def _opened(context: RankContext) -> list[list[bool]]:
+    """Which units are open: the root and two blocks, from several modules with and without more."""
+    del context
+    model = wrapped()
+    around = nn.Sequential(model)
+    found = []
+    for module, recurse in [(model, False), (around, False), (around, True), (model.blocks, True)]:
+        with FSDP.summon_full_params(module, recurse=recurse):
+            found.append([unit._is_open() for unit in FSDP.fsdp_modules(model)])
+    return found
+
+
+def test_a_summon_without_recursion_opens_one_unit() -> None:
+    root, around, everything, blocks = agreed(_opened, 2)
+    assert root == [True, False, False]
+    assert around == [False, False, False]
+    assert everything == [True, True, True]
+    assert blocks == [False, True, True]
+
+
+def _data(context: RankContext, strategy: str) -> None:
+    """``.data`` inside a summon is the plain model's, and takes what is written to it."""
+    del context
+    plain = build()
+    for original, offload, low in itertools.product((False, True), repeat=3):
+        model = wrapped(
+            use_orig_params=original,
+            cpu_offload=CPUOffload(offload_params=offload),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16 if low else None),
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        for factor in (1.0, 2.0):
+            with FSDP.summon_full_params(model):
+                for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(got.data, want.data * factor)
+                    assert got.data.dtype == want.dtype
+                    got.data.mul_(2.0)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_the_data_inside_a_summon_is_the_plain_models(strategy: str) -> None:
+    on_ranks(_data, 2, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before"),
+    [(1, 1), (2, 2), (3, 2), (4, 2), (6, 4), (8, 4), (9, 2), (12, 4), (16, 4), (64, 8)],
+)
+def test_gradients_are_divided_in_two_parts_of_like_size(ranks: int, before: int) -> None:
+    assert half_of(ranks) == before
+    assert half_of(ranks) * (ranks / half_of(ranks)) == ranks
 
 
 # What a drawn case that fails shows

@@ -144,7 +144,7 @@ def _storages(context: RankContext, strategy: str, *, low: bool) -> list[list[bo
         ("FULL_SHARD", False, [True, False, False]),
         ("SHARD_GRAD_OP", False, [True, True, True]),
         ("SHARD_GRAD_OP", True, [True, True, True]),
-        ("NO_SHARD", True, [True, False, False]),  # copies in the low dtype, which are memory
+        ("NO_SHARD", True, [False, False, False]),  # copies in the low dtype, which are memory
     ],
 )
 def test_what_stays_whole_after_forward_is_the_strategys(

@@ -1,7 +1,9 @@
-"""Laws of states over drawn models, divisions into units, worlds, dtypes and frozen parameters."""
+"""Laws of states over drawn models, divisions into units, worlds, dtypes, frozen parameters and
+buffers."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel as FSDP
@@ -32,11 +35,24 @@ def examples(draw: st.DrawFn) -> dict[str, Any]:
         "units": draw(flags),
         "frozen": draw(flags),
         "turned": draw(flags),
+        "buffers": draw(flags),
         "dtype": draw(st.sampled_from(list(DTYPES))),
         "strategy": draw(st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])),
         "original": draw(st.booleans()),
         "mesh": draw(st.booleans()),
         "world": draw(st.integers(1, 3)),
+    }
+
+
+@st.composite
+def hybrids(draw: st.DrawFn) -> dict[str, Any]:
+    """The same, sharded over one dim of a mesh and replicated over the other."""
+    sizes = draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 3)]))
+    return {
+        **draw(examples()),
+        "strategy": draw(st.sampled_from(["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])),
+        "mesh": sizes,
+        "world": math.prod(sizes),
     }
 
 
@@ -47,6 +63,11 @@ def _plain(example: dict[str, Any], *, seed: int = 5) -> nn.Sequential:
     for layer, turned in zip(model, example["turned"], strict=True):
         if turned:  # its rows lie apart in memory
             layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    for layer, buffered in zip(model, example["buffers"], strict=True):
+        if buffered:
+            layer.register_buffer("scale", torch.randn(3))
+            layer.register_buffer("count", torch.tensor(7))
+            layer.register_buffer("unsaved", torch.randn(2), persistent=False)
     return model.to(DTYPES[example["dtype"]])
 
 
@@ -56,7 +77,10 @@ def _wrapped(example: dict[str, Any]) -> FSDP:
         "sharding_strategy": ShardingStrategy[example["strategy"]],
         "use_orig_params": example["original"],
     }
-    if example["mesh"]:
+    if isinstance(example["mesh"], tuple):
+        names = ("replicate", "shard")
+        options["device_mesh"] = init_device_mesh("cpu", example["mesh"], mesh_dim_names=names)
+    elif example["mesh"]:
         options["device_mesh"] = cells.mesh_of(example["world"])
     for number, frozen in enumerate(example["frozen"]):
         # A flat parameter is frozen as a whole: only where a layer is a unit.
@@ -79,6 +103,9 @@ def _comes_back(context: RankContext, example: dict[str, Any], kind: str) -> Non
     else:
         state = cells.through_a_file(state)
     before = {name: value.clone() for name, value in cells.locals_of(state).items()}
+    for name, _ in _plain(example).named_buffers():
+        if name in state:  # a state shows a module's buffers themselves
+            state[name] = state[name].clone()
     cells.spoil(model)
     cells.load(model, form, state)
     cells.same(cells.locals_of(cells.saved(model, form)), before)
@@ -88,7 +115,8 @@ def _comes_back(context: RankContext, example: dict[str, Any], kind: str) -> Non
 def _run(example: dict[str, Any], kind: str) -> None:
     if kind == "local" and example["mesh"]:
         example = {**example, "mesh": False}
-    on_ranks(_comes_back, example["world"], example=example, kind=kind)
+    fresh = isinstance(example["mesh"], tuple)
+    on_ranks(_comes_back, example["world"], fresh=fresh, example=example, kind=kind)
 
 
 @QUICK
@@ -120,7 +148,7 @@ def _full(context: RankContext, example: dict[str, Any]) -> list[Any]:
 def test_full_is_the_same_however_a_model_is_wrapped(
     example: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    model = {name: example[name] for name in ("dims", "biases", "dtype")}
+    model = {name: example[name] for name in ("dims", "biases", "dtype", "buffers")}
     layers = len(example["units"])
     flags = ("units", "frozen", "turned")
     other = {**other, **model, **{name: (other[name] * 4)[:layers] for name in flags}}
@@ -181,6 +209,14 @@ LONG = settings(QUICK, max_examples=draws())
 @LONG
 @given(examples(), st.sampled_from(list(cells.KINDS)))
 def test_every_form_comes_back_in_many_more_cases(example: dict[str, Any], kind: str) -> None:
+    _run(example, kind)
+
+
+@pytest.mark.long
+@pytest.mark.property
+@settings(QUICK, max_examples=draws(25))  # each on ranks of its own
+@given(hybrids(), st.sampled_from(["full", "sharded"]))
+def test_states_of_replicas_of_shards_come_back(example: dict[str, Any], kind: str) -> None:
     _run(example, kind)
 
 

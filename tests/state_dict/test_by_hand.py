@@ -1,0 +1,88 @@
+"""Shards without rows, modules that save for themselves, and whose memory a value is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from conformance.ranks import RankContext
+from fsdp import FullStateDictConfig
+from fsdp.state_dict.tensors import copied
+from tests.fsdp.ranks import on_ranks
+from tests.state_dict import cells
+
+
+def test_a_copy_in_host_memory_of_what_is_there_is_one() -> None:
+    value = torch.ones(3)
+    for to_cpu in (False, True):
+        copy = copied(value, to_cpu=to_cpu)
+        assert torch.equal(copy, value)
+        assert copy.data_ptr() != value.data_ptr()
+
+
+class Empty(nn.Module):
+    """One row, and no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"a_row": (1, 3), "no_rows": (0, 3)}.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+
+
+def _shards(context: RankContext) -> list[list[int]]:
+    state = cells.saved(cells.wrap(Empty(), nested=False), cells.SHARDED)
+    return [[len(each.tensor) for each in state[name].local_shards()] for name in sorted(state)]
+
+
+def test_a_rank_holds_a_shard_of_what_has_rows_for_it_and_the_first_one_in_any_case() -> None:
+    assert on_ranks(_shards, 2) == ([[1], [0]], [[], []])
+
+
+class Doubled(nn.Linear):
+    """Saves twice its weight, and has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.register_buffer("seen", torch.ones(2))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 - torch's
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = 2 * destination[f"{prefix}weight"]
+
+
+def _saves_for_itself(context: RankContext) -> None:
+    torch.manual_seed(0)
+    plain = Doubled()
+    expected = 2 * plain.weight.detach().clone()
+    state = cells.saved(cells.wrap(plain, nested=False), cells.SHARDED)
+    weight = state["weight"]
+    assert isinstance(weight, ShardedTensor)
+    (held,) = weight.local_shards()
+    assert torch.equal(held.tensor, expected.chunk(2)[context.rank])
+    assert type(state["seen"]) is torch.Tensor
+
+
+def test_a_module_that_saves_for_itself_is_cut_as_it_says_and_buffers_are_not() -> None:
+    on_ranks(_saves_for_itself, 2)
+
+
+class Twice(nn.Module):
+    """A module with a buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.BatchNorm1d(3)
+
+
+def _left_elsewhere(context: RankContext) -> list[str]:
+    model = cells.wrap(Twice(), nested=False)
+    return sorted(cells.saved(model, cells.FULL, FullStateDictConfig(rank0_only=True)))
+
+
+def test_buffers_under_every_name_are_on_the_first_rank_alone() -> None:
+    kept = ("bias", "num_batches_tracked", "running_mean", "running_var", "weight")
+    names = [f"{module}.{name}" for module in ("first", "second") for name in kept]
+    assert on_ranks(_left_elsewhere, 2) == (names, [])
