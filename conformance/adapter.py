@@ -67,6 +67,10 @@ class Refusal(Exception):
     """
 
 
+REFUSALS = (Refusal.__name__, NotImplementedError.__name__)
+"""Names of the errors by which `Adapter.build` says, on all ranks, that it cannot do something."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """Legitimate choices that an adapter declares; the suite checks that the wrapper keeps them.
@@ -84,6 +88,14 @@ class Conventions:
         reduces: of gradients of sharded parameters a rank receives its part, or the whole.
         gathered_as: dtype in which they travel; "parameter" is their own.
         reduced_as: dtype in which gradients travel.
+        computes_as: dtype of the copies of parameters that forward and backward use. A low one is
+            the truth's too, with the low ones among `reduced_as` and what follows.
+        accumulates_as: dtype in which gradients wait for the last micro-batch.
+        buffers_as: dtype of floating buffers.
+        casts_inputs: floating inputs of no unit, of the root or of all units are cast to
+            `computes_as`.
+        returns_as: dtype to which the floating results of the root are cast; "parameter" leaves
+            them.
 
     Raises:
         ValueError: a choice that there is not.
@@ -98,6 +110,11 @@ class Conventions:
     reduces: Literal["part", "whole"] = "part"
     gathered_as: TravelDtype = "parameter"
     reduced_as: TravelDtype = "parameter"
+    computes_as: TravelDtype = "parameter"
+    accumulates_as: TravelDtype = "parameter"
+    buffers_as: TravelDtype = "parameter"
+    casts_inputs: Literal["none", "root", "units"] = "none"
+    returns_as: TravelDtype = "parameter"
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Conventions).items():
@@ -221,7 +238,8 @@ class Adapter:
         """Wrap `model`, which is on ``config.device``, and make its optimizer.
 
         Who claims "meta" may be given one on the meta device: it gets storage on
-        ``config.device`` before the optimizer is made, whatever that storage holds.
+        ``config.device`` before the optimizer is made, whatever that storage holds. Tied parameters
+        stay tied, and buffers that no state dict holds are not on meta and keep their values.
 
         Raises:
             Refusal: the wrapper cannot do this configuration; on all ranks or on none.
@@ -295,6 +313,12 @@ class Adapter:
     def weights(self, w: Wrapped) -> list[Tensor]:
         """What an average of weights over steps reads and writes, between steps."""
         return list(w.module.parameters())
+
+    def set_trainable(self, w: Wrapped, unit: str, *, trains: bool) -> None:
+        """Freeze the parameters of the module called `unit`, or let them train again."""
+        for fqn, parameter in named_parameters(self.bare(w)):
+            if fqn.startswith(f"{unit}."):
+                parameter.requires_grad_(trains)
 
     def make_scaler(self, w: Wrapped, device: torch.device) -> Any:
         """A fresh gradient scaler that suits the wrapper, with the usual defaults."""

@@ -47,11 +47,13 @@ class Observed(Wrapped):
     Attributes:
         total: accumulated over micro-batches.
         newest: of the newest backward only.
+        unit_classes: of the modules that are units.
         units: path of the unit that holds each trainable parameter.
     """
 
     total: list[Tensor | None] = field(default_factory=list)
     newest: list[Tensor | None] = field(default_factory=list)
+    unit_classes: tuple[type[nn.Module], ...] = ()
     units: list[str] = field(default_factory=list)
 
 
@@ -87,10 +89,10 @@ class Baseline(InMemory, DataParallelAdapter):
         self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
     ) -> Wrapped:
         """DDP without a broadcast of its own, and the optimizer over all parameters."""
-        units = units_of(model, config.units)
         wrapped, _ = self.wrap(model, config, {"broadcast_buffers": False})
         optimizer = make_optimizer(wrapped.parameters())
-        built = Observed(module=wrapped, optimizer=optimizer, native=wrapped, units=units)
+        built = Observed(module=wrapped, optimizer=optimizer, native=wrapped)
+        built.unit_classes = config.units
         _reset(built)
         return built
 
@@ -170,6 +172,9 @@ class Baseline(InMemory, DataParallelAdapter):
         """This rank's loss."""
         return loss_fn(module, batch)
 
+    def losses_in_full(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> None:
+        """It computes in no low dtype."""
+
     def rank_gradients(self, w: Wrapped) -> dict[str, Tensor]:
         """This rank's own gradients before reduction, FQN to tensor."""
         return by_fqn(self.bare(w), cast(Observed, w).total)
@@ -223,3 +228,4 @@ class Baseline(InMemory, DataParallelAdapter):
 def _reset(w: Observed) -> None:
     w.total = [None] * len(trainable(w.module))
     w.newest = list(w.total)
+    w.units = units_of(w.module, w.unit_classes)

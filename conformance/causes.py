@@ -53,6 +53,7 @@ class Cause(StrEnum):
     NOT_SHARDED = "not-sharded"
     NOT_FREED = "not-freed"
     NOT_RESTORED = "not-restored"
+    NOT_REPEATED = "not-repeated"
     CHANGED_BY_EVAL = "changed-by-eval"
     NON_FINITE = "non-finite"
     EXCEPTION = "exception"
@@ -105,6 +106,7 @@ MEANING: dict[Cause, str] = {
     Cause.NOT_SHARDED: "every rank holds everything",
     Cause.NOT_FREED: "memory is not given back",
     Cause.NOT_RESTORED: "global state is not put back",
+    Cause.NOT_REPEATED: "another value than the same training had before",
     Cause.CHANGED_BY_EVAL: "an evaluation pass changed the training state",
     Cause.NON_FINITE: "not a finite number",
     Cause.EXCEPTION: "an exception",

@@ -2,15 +2,17 @@
 
 ``DistributedDataParallel`` does what the oracle describes. Where it fails too, the suite or the
 environment is at fault and not the wrapper under test, and the finding says so. It is judged on a
-few plain cases of every run, and on each case on which a number of a wrapper is wrong.
+few plain cases of every run, fewer if cases were asked for by name, and on each case on which a
+number of a wrapper is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from conformance.adapters import make_adapter
+from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import Check
 from conformance.item import Item
@@ -26,15 +28,28 @@ CONTROL = Subject(adapter="torch.DistributedDataParallel")
 PLAIN_SCENARIO = "train"
 
 
-def control_cases(checks: Sequence[Check], chosen: Sequence[ModelCase]) -> list[Planned]:
-    """The plain cases: ordinary training of the first chosen model that has any."""
+def control_cases(
+    checks: Sequence[Check],
+    chosen: Sequence[ModelCase],
+    picked: Collection[Case] | None = None,
+) -> list[Planned]:
+    """The plain cases: ordinary training of the first chosen model that has any.
+
+    Args:
+        checks: the selected checks.
+        chosen: the selected models.
+        picked: the cases of a run that was asked for cases by name. The control is then judged on
+            those of them that are plain, or on one case, which shows that the environment works.
+    """
     capabilities = make_adapter(CONTROL.adapter)[0].capabilities
-    for model in chosen:
-        planned = plan(capabilities, checks, [model])
-        plain = [p for p in planned if p.case.scenario == PLAIN_SCENARIO]
-        if plain:
-            return plain
-    return []
+    depth = Depth.WIDE if picked is None else Depth.FULL
+    planned = (plan(capabilities, checks, [model], depth=depth) for model in chosen)
+    plain = [[p for p in own if p.case.scenario == PLAIN_SCENARIO] for own in planned]
+    first: list[Planned] = next(filter(None, plain), [])
+    if picked is None:
+        return first
+    among = ([p for p in own if p.case in picked] for own in plain)
+    return next(filter(None, among), first[:1])
 
 
 def weigh(

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from conformance import models
-from conformance.adapter import Adapter, Conventions
+from conformance.adapter import REFUSALS, Adapter, Conventions
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.history import HistoryWriter
 from conformance.mutants import mutant_named
 from conformance.oracle import VirtualRanks, rank_seed
+from conformance.oracle_precision import Precision
 from conformance.oracle_run import OracleRun
 from conformance.per_rank import PerRank
-from conformance.ranks import Job, RankContext
+from conformance.ranks import Job, RankContext, SkipRank
 from conformance.ranks.job import load_function
 from conformance.scenarios import SCENARIOS, Run, Scenario
 from conformance.scenarios.carriers import Held, InFile
@@ -38,6 +39,7 @@ class Flavour:
 
     dtype: torch.dtype = torch.float32
     reverse: bool = False
+    nudge: bool = False
     suspects: bool = False
 
 
@@ -46,6 +48,13 @@ ORACLE_RUNS: Mapping[str, Flavour] = {
     "double": Flavour(dtype=torch.float64),
     "reversed": Flavour(reverse=True),
 }
+LOW_RUNS: Mapping[str, Flavour] = {**ORACLE_RUNS, "nudged": Flavour(nudge=True)}
+"""Of a wrapper that computes in a low dtype."""
+
+
+def oracle_runs(conventions: Conventions) -> Mapping[str, Flavour]:
+    """The runs of the oracle for an adapter with these conventions."""
+    return LOW_RUNS if Precision.of(conventions).lowers else ORACLE_RUNS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +128,9 @@ def run_case(context: RankContext, *, request: CaseRequest) -> None:
     """Run one case with one adapter on this rank and write its history.
 
     Collective: whatever the scenario issues, on the default group.
+
+    Raises:
+        SkipRank: the adapter refused to build; ranks that all do so are as good as before.
     """
     case = Case.parse(request.case)
     model = models.case(case.model)
@@ -156,7 +168,12 @@ def run_case(context: RankContext, *, request: CaseRequest) -> None:
             recorder=context.recorder,
         )
         stack.callback(lambda: writer.collectives(context.recorder.records))
-        program_of(scenario, second=request.second)(run)
+        try:
+            program_of(scenario, second=request.second)(run)
+        except Exception as error:
+            if writer.phase or type(error).__name__ not in REFUSALS:
+                raise
+            raise SkipRank(str(error)) from error
 
 
 def program_of(scenario: Scenario, *, second: bool) -> Callable[[Run], None]:
@@ -170,10 +187,11 @@ def program_of(scenario: Scenario, *, second: bool) -> Callable[[Run], None]:
 def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
     """Run one case unsharded, three times: reference, float64, other order of additions.
 
-    The three runs are dealt to the ranks, which know nothing of each other: no collective. Of a
-    case with two jobs, each run is both.
+    With a low dtype once more. The runs are dealt to the ranks, which know nothing of each other:
+    no collective. Of a case with two jobs, each run is both.
     """
-    mine = list(ORACLE_RUNS.items())[context.rank :: context.world_size]
+    runs = oracle_runs(request.conventions)
+    mine = list(runs.items())[context.rank :: context.world_size]
     with context.recorder.off():
         for name, flavour in mine:
             _run_virtual(context, request, name, flavour)
@@ -190,6 +208,7 @@ def _run_virtual(context: RankContext, request: OracleRequest, name: str, flavou
             frozenset(request.capabilities),
             seed=request.seed,
             reverse=flavour.reverse,
+            nudge=flavour.nudge,
             saved=kept,
         )
         carrier = Held(world=job.ranks, states=states)
@@ -235,7 +254,7 @@ def run_truth(  # noqa: PLR0913 - what a run is made of
 ) -> None:
     """Run one job of the case once as the flavour `name` says."""
     case = Case.parse(request.case)
-    flavour = ORACLE_RUNS[name]
+    flavour = LOW_RUNS[name]
     run = OracleRun(
         adapter=adapter,
         case=case,

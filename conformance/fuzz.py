@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from unittest import SkipTest
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.errors import Flaky
@@ -22,6 +23,9 @@ Judge = Callable[[Item], Sequence[Finding]]
 _PARTICULAR = re.compile(r"'[^']*'|\[[^\]]*\]|\d+(\.\d+)?(e-?\d+)?")
 TELLING = 80
 """Characters of an exception's sentence that say which exception it is."""
+ROUND = 100
+"""Examples that Hypothesis is asked for at a time, however many are wanted: what it draws depends
+on how many it may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ def kind_of(finding: Finding) -> tuple[str, ...]:
 
 @dataclass(kw_only=True)
 class Search:
-    """A search by number of examples.
+    """A search by number of examples; a longer one begins with those of a shorter one.
 
     Attributes:
         judge: runs an example and says what came of it, first divergence first.
@@ -74,18 +78,19 @@ class Search:
         rounds = 0
         while self.tried < self.examples:
             found = self._next(known, rounds)
-            if found is None:
-                return
-            known.add(kind_of(found.finding))
             rounds += 1
-            yield found
+            if found is not None:
+                known.add(kind_of(found.finding))
+                yield found
 
     def _next(self, known: set[tuple[str, ...]], rounds: int) -> Deviation | None:
-        """Search until something new is met, or the examples are used up."""
+        """Search until something new is met, or the examples of this round or all are used up."""
         met: list[tuple[Item, Finding]] = []
 
         def one(item: Item) -> None:
             if not met:
+                if self.tried == self.examples:
+                    raise SkipTest("as many examples as were asked for")
                 self.tried += 1
             found = [f for f in self.judge(item) if f.verdict in BAD]
             # what fails later in the same example is a consequence as likely as not
@@ -97,9 +102,8 @@ class Search:
             met.append((item, found[0]))
             raise AssertionError(found[0].id)
 
-        left = self.examples - self.tried
         quiet = settings(
-            max_examples=left,
+            max_examples=ROUND,
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
@@ -111,6 +115,8 @@ class Search:
         steady = True
         try:
             seed(f"{self.seed}/{rounds}")(quiet(given(self.strategy)(one)))()
+        except SkipTest:
+            return None
         except Flaky:
             steady = False
         except AssertionError:

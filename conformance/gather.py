@@ -67,31 +67,30 @@ def _only_sharded(tensor: DTensor) -> int | None:
     return cut[0] if plain else None
 
 
+@torch.no_grad()  # else each `to_local` is a node of autograd
 def _gathered(source: Source, members: Mapping[str, DTensor]) -> dict[str, Tensor]:
     world = dist.get_world_size(source.group)
-    widths = {key: math.prod(_piece_shape(t, 0, world)) for key, t in members.items()}
-    own = torch.zeros(sum(widths.values()), dtype=source.dtype, device=source.device)
-    offset = 0
-    for key, tensor in members.items():
-        piece = (
-            tensor.to_local().detach().reshape(-1)
-        )  # (own rows × rest,), at most as long as rank 0's
-        own[offset : offset + piece.numel()] = piece
-        offset += widths[key]
+    widths = [math.prod(_piece_shape(tensor, 0, world)) for tensor in members.values()]
+    own = torch.zeros(sum(widths), dtype=source.dtype, device=source.device)
+    for place, tensor in zip(own.split(widths), members.values(), strict=True):
+        piece = tensor.to_local().reshape(-1)  # (own rows × rest,), at most as long as rank 0's
+        place[: piece.numel()] = piece
     everyone = torch.empty(world * own.numel(), dtype=source.dtype, device=source.device)
     dist.all_gather_into_tensor(everyone, own, group=source.group)
     rows = everyone.view(world, -1).to("cpu")  # (world, padded elements)
-    copies: dict[str, Tensor] = {}
-    offset = 0
-    for key, tensor in members.items():
-        pieces = []
-        for rank in range(world):
-            shape = _piece_shape(tensor, rank, world)
-            run = rows[rank, offset : offset + math.prod(shape)]
-            pieces.append(run.view(shape))
-        copies[key] = torch.cat(pieces, dim=_shard_dim(tensor))
-        offset += widths[key]
-    return copies
+    return {
+        key: _joined(tensor, pieces)
+        for (key, tensor), pieces in zip(members.items(), rows.split(widths, dim=1), strict=True)
+    }
+
+
+def _joined(tensor: DTensor, pieces: Tensor) -> Tensor:
+    """What `tensor` is in full, from the padded piece of every rank, (world, elements)."""
+    if _shard_dim(tensor) == 0:  # ranks hold runs of it; what was padded is the end
+        return pieces.reshape(-1)[: tensor.numel()].view(tensor.shape)
+    shapes = [_piece_shape(tensor, rank, len(pieces)) for rank in range(len(pieces))]
+    own = [row[: math.prod(s)].view(s) for row, s in zip(pieces, shapes, strict=True)]
+    return torch.cat(own, dim=_shard_dim(tensor))
 
 
 def _piece_shape(tensor: DTensor, rank: int, world: int) -> list[int]:

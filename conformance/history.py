@@ -88,6 +88,11 @@ class HistoryWriter:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def phase(self) -> int:
+        """Ordinal of the phase that began last, from 0."""
+        return self._phase
+
     def begin_phase(self, name: str) -> None:
         """Everything written from here on belongs to phase `name`."""
         self._phase += 1
@@ -128,9 +133,7 @@ class HistoryWriter:
         # writes or reads, and a history has thousands of small ones
         dtype = str(value.dtype).removeprefix("torch.")
         offset = self._used.setdefault(dtype, 0)
-        self._tensors.setdefault(dtype, []).append(
-            value.detach().to("cpu", copy=True).contiguous().view(-1)
-        )
+        self._tensors.setdefault(dtype, []).append(value.detach().to("cpu", copy=True).reshape(-1))
         self._used[dtype] = offset + value.numel()
         return {"tensor": dtype, "offset": offset, "shape": list(value.shape)}
 
@@ -314,7 +317,8 @@ def _observation(line: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Obse
         if "tensor" not in stored:
             return stored["json"]
         shape, offset = stored["shape"], stored["offset"]
-        return tensors[stored["tensor"]][offset : offset + math.prod(shape)].view(shape)
+        flat = tensors[stored["tensor"]].narrow(0, offset, math.prod(shape))
+        return flat if len(shape) == 1 else flat.view(shape)
 
     try:
         value = (

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from conformance.adapter import REFUSALS
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Check, Evidence, Ledger
 from conformance.checks.evidence import blocked_by, raised
@@ -114,13 +115,12 @@ def refusal(evidence: Evidence, ran: Ran) -> str | None:
 
     Building is the first phase of every job.
     """
-    kinds = ("Refusal", "NotImplementedError")
     for first in evidence.history.jobs:
         errors = [
             next((phase.error for phase in history.phases if phase.ordinal == first), None)
             for history in evidence.history.ranks
         ]
-        if all(error and error.split(":", 1)[0].rpartition(".")[2] in kinds for error in errors):
+        if all(error and error.split(":", 1)[0].rpartition(".")[2] in REFUSALS for error in errors):
             return f"{REFUSED}: {first_line(errors[0])}"
     return None
 

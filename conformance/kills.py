@@ -58,7 +58,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the matrix.
+    """What the matrix says of one report.
 
     Attributes:
         entry: the report.
@@ -134,18 +134,19 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "Public reports of sharded training gone wrong, and the mutant that plants a defect of"
     yield "the same class. `fsdp-conformance selftest` measures, on CPU or on an accelerator, that"
     yield "each mutant's check reports it first and for the stated cause."
-    yield from ("", f"{len(rows)} reports:")
-    yield ", ".join(f"{counts[status]} {status}" for status in Status) + "."
-    lent = sum(all(m.device for m in row.mutants) for row in rows if row.mutants)
-    everywhere = counts[Status.PLANTED] - lent
-    yield f"{everywhere} of the planted ones show on CPU, {lent} on accelerators."
+    yield ""
+    yield f"{len(rows)} reports: " + ", ".join(f"{counts[status]} {status}" for status in Status)
+    yield f"- on CPU, {_shown(rows, 'cpu')}"
+    yield f"- on accelerators, {_shown(rows, 'accelerator')}"
     yield from ("", "## Planted", "")
-    yield "| report | kind | what | world | device | mutant | check | cause |"
+    yield "A row for each mutant that stands for a report; one mutant may stand for several. It"
+    yield "shows from that many ranks on, and on any device or on accelerators only."
+    yield ""
+    yield "| report | kind | what | ranks | device | mutant | check | cause |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
-        for index, mutant in enumerate(row.mutants):
-            entry = row.entry
-            about = (entry.id, entry.kind, entry.title) if not index else ("", "", "")
+        for mutant in row.mutants:
+            about = (row.entry.id, row.entry.kind, row.entry.title)
             device = mutant.device or "any"
             facts = (str(mutant.world), device, mutant.name, f"`{mutant.check}`", mutant.cause)
             yield _line((*about, *facts))
@@ -160,6 +161,14 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
         for row in rows:
             if row.reason is not None and row.status is status:
                 yield _line((row.entry.id, row.entry.kind, row.entry.title, row.reason.reason))
+
+
+def _shown(rows: Sequence[Row], device: str) -> str:
+    """How many reports have a mutant that shows on a device of this type, and these mutants."""
+    shown = [{m.name for m in row.mutants if m.shows_on(device)} for row in rows]
+    return (
+        f"{sum(map(bool, shown))} of the planted ones show, by {len(set().union(*shown))} mutants"
+    )
 
 
 def _line(cells: Iterable[str]) -> str:

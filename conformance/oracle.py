@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from conformance.adapter import (
     named_parameters,
     to_cpu,
 )
+from conformance.oracle_precision import Precision, in_full, nudged
 from conformance.per_rank import PerRank
 
 BufferKey = tuple[str, str]  # (path of the owning module, name of the buffer)
@@ -45,15 +46,23 @@ class VirtualState:
         buffers: per rank, (module path, buffer name) to tensor.
         rng: per rank, the state of the CPU and of the accelerator generator.
         gradients: per rank, one entry per trainable parameter, accumulated over micro-batches.
+        waiting: the part of them that no reduction has taken, in the dtype in which it waits.
         last_micro: the same, of the newest backward only.
+        reduces: whether a backward ends in a reduction.
+        unit_classes: of the modules that are units.
         units: path of the unit that holds each trainable parameter; empty for the root.
+        exact: parameters as they were built, without any rounding error; ``None`` if nobody asks.
     """
 
     buffers: list[dict[BufferKey, Tensor | None]]
     rng: list[tuple[Tensor, Tensor | None]]
     gradients: list[list[Tensor | None]] = field(default_factory=list)
+    waiting: list[list[Tensor | None]] = field(default_factory=list)
     last_micro: list[list[Tensor | None]] = field(default_factory=list)
+    reduces: bool = True
+    unit_classes: tuple[type[nn.Module], ...] = ()
     units: list[str] = field(default_factory=list)
+    exact: list[Tensor] | None = None
 
 
 class InMemory(Adapter):
@@ -74,10 +83,11 @@ class VirtualRanks(InMemory):
     """The oracle, in the shape of an adapter, so that it runs the very same scenarios.
 
     Batches and losses are `PerRank`. `reverse` accumulates ranks in the other order: same
-    mathematics, other rounding, which is how the oracle's own noise is measured.
+    mathematics, other rounding, which is how the oracle's own noise is measured. So is it with
+    `nudge`, where a low dtype rounds: what it may round to either side goes to the other one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - whose truth, and what tells one run of it from another
         self,
         world: int,
         conventions: Conventions,
@@ -85,6 +95,7 @@ class VirtualRanks(InMemory):
         *,
         seed: int,
         reverse: bool = False,
+        nudge: bool = False,
         saved: dict[Path, tuple[Any, Any]] | None = None,
     ) -> None:
         """An oracle of `world` ranks that keeps the conventions of the adapter compared with it.
@@ -98,6 +109,8 @@ class VirtualRanks(InMemory):
             capabilities | {"gradients", "model_state.full", "optim_state.full"}
         )
         self.seed = seed
+        self.precision = Precision.of(conventions)
+        self._nudge = torch.Generator().manual_seed(seed) if nudge else None
         self._saved = {} if saved is None else saved
         self.order = range(world - 1, -1, -1) if reverse else range(world)
 
@@ -105,11 +118,14 @@ class VirtualRanks(InMemory):
         self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
     ) -> Wrapped:
         """The bare model with its optimizer, and fresh virtual ranks around them."""
+        self.precision.prepare(model, config.units)
         state = VirtualState(
             buffers=[_clone_buffers(model) for _ in range(self.world)],
             rng=[_seeded(self.seed, rank) for rank in range(self.world)],
-            units=units_of(model, config.units),
+            unit_classes=config.units,
         )
+        if self._nudge is not None:
+            state.exact = [p.detach().clone() for p in model.parameters()]
         optimizer = make_optimizer(p for p in model.parameters())
         wrapped = Wrapped(module=model, optimizer=optimizer, native=state)
         self._reset(wrapped)
@@ -132,7 +148,7 @@ class VirtualRanks(InMemory):
         """The loss of every rank."""
         losses = []
         for rank in range(self.world):
-            with _as_rank(w.module, w.native, rank):
+            with _as_rank(w.module, w.native, rank), self._computing(w):
                 losses.append(loss_fn(w.module, batch.values[rank]))
         return PerRank(tuple(losses))
 
@@ -140,14 +156,34 @@ class VirtualRanks(InMemory):
         """Accumulate every rank's gradient, then set ``.grad`` to what reduction would leave."""
         parameters = trainable(w.module)
         for rank in range(self.world):
-            fresh = torch.autograd.grad(loss.values[rank], parameters, allow_unused=True)
-            w.native.last_micro[rank] = list(fresh)
+            with self._computing(w):  # a part may be computed again
+                own = torch.autograd.grad(loss.values[rank], parameters, allow_unused=True)
+            fresh = [self.precision.arrived(gradient) for gradient in own]
+            w.native.last_micro[rank] = fresh
             w.native.gradients[rank] = [
                 add(old, new) for old, new in zip(w.native.gradients[rank], fresh, strict=True)
             ]
-        reduced = self.reduced(w, w.native.gradients)
+            w.native.waiting[rank] = [
+                self._added(old, new)
+                for old, new in zip(w.native.waiting[rank], fresh, strict=True)
+            ]
+        if self.precision.lowers and not w.native.reduces:
+            return
+        # a low dtype rounds at each reduction; without one it makes no difference how often
+        low = self.precision.lowers
+        reduced = self.reduced(w, w.native.waiting if low else w.native.gradients)
         for parameter, gradient in zip(parameters, reduced, strict=True):
-            parameter.grad = gradient
+            parameter.grad = add(parameter.grad, gradient) if low else gradient
+        w.native.waiting = self._none(w)
+
+    @contextmanager
+    def no_sync(self, w: Wrapped) -> Iterator[None]:
+        """Inside, gradients wait."""
+        w.native.reduces = False
+        try:
+            yield
+        finally:
+            w.native.reduces = True
 
     def reduced(
         self, w: Wrapped, of_rank: Sequence[Sequence[Tensor | None]]
@@ -155,10 +191,22 @@ class VirtualRanks(InMemory):
         """What reduction makes of every rank's gradients of all trainable parameters."""
         parameters = trainable(w.module)
         found = [
-            self.reduce([of_rank[rank][index] for rank in self.order])
-            for index in range(len(parameters))
+            self._reduced_as_sent(parameter, [of_rank[rank][index] for rank in self.order])
+            for index, parameter in enumerate(parameters)
         ]
         return with_declared_zeros(found, parameters, w.native.units, self.conventions)
+
+    def _reduced_as_sent(
+        self, parameter: nn.Parameter, parts: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        """The ranks' gradients of `parameter`, reduced in the declared dtype, in its own."""
+        own = parameter.dtype
+        found = self.reduce([self.precision.sent(part, own) for part in parts])
+        if found is None:
+            return None
+        if self._nudge is not None and found.dtype != own:
+            found = nudged(found, self._nudge)
+        return found.to(own)
 
     def reduce(self, parts: Sequence[Tensor | None]) -> Tensor | None:
         """What reduction makes of the ranks' gradients of one parameter."""
@@ -228,7 +276,15 @@ class VirtualRanks(InMemory):
 
     def losses_of(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> PerRank:
         """Every rank's loss, outside any rank's random numbers."""
-        return PerRank(tuple(loss_fn(module, b) for b in batch.values))
+        with self.precision.computing(module):
+            return PerRank(tuple(loss_fn(module, b) for b in batch.values))
+
+    def losses_in_full(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> PerRank | None:
+        """The same with the master weights, if wrappers compute with copies in a low dtype."""
+        if self.precision.computed is None:
+            return None
+        full = in_full(module)
+        return PerRank(tuple(loss_fn(full, b) for b in batch.values))
 
     def big_batch(
         self, w: Wrapped, module: nn.Module, batches: Sequence[Any], loss_fn: LossFn
@@ -237,8 +293,9 @@ class VirtualRanks(InMemory):
         parameters = trainable(module)
         of_rank: list[list[Tensor | None]] = []
         for rank in range(self.world):
-            loss = loss_fn(module, models.concatenate([b.values[rank] for b in batches]))
-            of_rank.append(list(torch.autograd.grad(loss, parameters, allow_unused=True)))
+            with self.precision.computing(module):
+                loss = loss_fn(module, models.concatenate([b.values[rank] for b in batches]))
+                of_rank.append(list(torch.autograd.grad(loss, parameters, allow_unused=True)))
         return self.reduced(w, of_rank)
 
     def rank_gradients(self, w: Wrapped) -> PerRank:
@@ -253,10 +310,23 @@ class VirtualRanks(InMemory):
         """What reduction would leave if the newest micro-batch were the only one."""
         return by_fqn(w.module, self.reduced(w, w.native.last_micro))
 
+    def _added(self, old: Tensor | None, new: Tensor | None) -> Tensor | None:
+        """What waits after a backward; a unit that is called twice may add in another order."""
+        found = add(old, new)
+        if found is None or old is None or self._nudge is None or self.precision.waiting is None:
+            return found
+        return nudged(found, self._nudge)
+
+    def _computing(self, w: Wrapped) -> AbstractContextManager[None]:
+        return self.precision.computing(w.module, w.native.exact)
+
     def _reset(self, w: Wrapped) -> None:
-        count = len(trainable(w.module))
-        w.native.gradients = [[None] * count for _ in range(self.world)]
-        w.native.last_micro = [[None] * count for _ in range(self.world)]
+        w.native.gradients, w.native.last_micro = self._none(w), self._none(w)
+        w.native.waiting = self._none(w)
+        w.native.units = units_of(w.module, w.native.unit_classes)
+
+    def _none(self, w: Wrapped) -> list[list[Tensor | None]]:
+        return [[None] * len(trainable(w.module)) for _ in range(self.world)]
 
     def _take_over_buffers(self, w: Wrapped) -> None:
         if self.conventions.buffers == "rank0":

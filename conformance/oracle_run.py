@@ -24,6 +24,9 @@ class Truth(Protocol):
     def losses_of(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> Any:
         """The loss of `module`, which is not the wrapped one."""
 
+    def losses_in_full(self, module: nn.Module, batch: Any, loss_fn: LossFn) -> Any:
+        """The same without low dtypes; ``None`` if there are none."""
+
     def big_batch(
         self, w: Wrapped, module: nn.Module, batches: Sequence[Any], loss_fn: LossFn
     ) -> list[Tensor | None]:
@@ -105,6 +108,8 @@ class OracleRun(Run):
             super().train_step(w, step, clip)
             return
         self._stale_losses(w, step)
+        if step == 0:
+            self._losses_in_full(w)
         self._before = [p.detach().clone() for p in self.adapter.bare(w).parameters()]
         super().train_step(w, step, clip)
 
@@ -148,6 +153,15 @@ class OracleRun(Run):
                 _overwrite(stale.parameters(), mixed)
                 losses = truth.losses_of(stale, self.batch(step, 0), self.model.loss)
                 self.writer.write("stale_loss_of_unit", losses, step=step, micro=0, unit=unit)
+
+    def _losses_in_full(self, w: Wrapped) -> None:
+        """Losses of the first step as no low dtype would give them, where one is declared."""
+        truth, module = cast(Truth, self.adapter), self.adapter.bare(w)
+        with torch.no_grad(), torch.random.fork_rng():
+            for micro, batch in enumerate(self.micro_batches(0)):
+                losses = truth.losses_in_full(module, batch, self.model.loss)
+                if losses is not None:
+                    self.writer.write("loss_in_full", losses, step=0, micro=micro)
 
     def _big_batch(self, w: Wrapped) -> dict[str, Tensor | None]:
         """Reduced gradient of one batch that holds all micro-batches of the step."""

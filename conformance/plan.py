@@ -39,9 +39,18 @@ SHOWN_BY: Mapping[str, frozenset[str]] = {
     "witness": frozenset({PLAIN_MODEL, "recomputed", "strided"}),
     "scaled": frozenset({PLAIN_MODEL, "tiny"}),
     "averaged": frozenset({PLAIN_MODEL}),
-    "materialised": frozenset({PLAIN_MODEL, "tiny"}),
+    "materialised": frozenset({"tiny", "transformer", "batchnorm"}),
+    "unfrozen": frozenset({PLAIN_MODEL}),
+    "repeated": frozenset({PLAIN_MODEL}),
 }
 """Scenarios that a few models take, and their names."""
+
+
+OWN_OPTIONS: Mapping[str, Mapping[str, object]] = {
+    # with the order of three additions, and with steps that do not hide a gradient's last bits
+    "repeated": {"accumulation": 3, "optimizer": "sgd"},
+}
+"""Options of scenarios that have one case."""
 
 
 RECUT: Mapping[str, str] = {"uneven": "double", "buffers": "half"}
@@ -226,7 +235,9 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
         elif scenario.name in TRAINING or training != "train":
             continue
         elif takes(scenario.name, model, asked):
-            yield Case.of(model.name, scenario.name)
+            yield Case.of(model.name, scenario.name, **OWN_OPTIONS.get(scenario.name, {}))
+            if scenario.name == "eval_first" and model.name == PLAIN_MODEL:
+                yield Case.of(model.name, scenario.name, mode="inference")
 
 
 def training_of(model: models.ModelCase) -> str:

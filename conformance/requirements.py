@@ -68,10 +68,17 @@ class WrapperRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """Both id spaces, each in the order of the file."""
+    """Both id spaces, and what has no id, each in the order of the file.
+
+    Attributes:
+        spec: what binds `fsdp`.
+        wrapper: what binds any wrapper.
+        unjudged: what no check sees, and why.
+    """
 
     spec: Mapping[str, SpecRow]
     wrapper: Mapping[str, WrapperRow]
+    unjudged: Mapping[str, str]
 
 
 def load(path: Path = TABLE) -> Requirements:
@@ -88,6 +95,10 @@ def load(path: Path = TABLE) -> Requirements:
     return Requirements(
         spec={id_: _spec_row(id_, row) for id_, row in table.get("spec", {}).items()},
         wrapper={id_: _wrapper_row(id_, row) for id_, row in table.get("wrapper", {}).items()},
+        unjudged={
+            what: _text(what, "reason", reason)
+            for what, reason in table.get("unjudged", {}).items()
+        },
     )
 
 
@@ -130,6 +141,9 @@ def problems(
         yield from _spec_row_problems(row)
     for wrapper_row in requirements.wrapper.values():
         yield from _wrapper_row_problems(wrapper_row, requirements.spec, check_ids)
+    for what, reason in requirements.unjudged.items():
+        if not reason.strip():
+            yield f"{what}: unjudged without a reason; say which"
     used = {check for row in requirements.wrapper.values() for check in row.checks}
     for check in sorted(set(check_ids) - used):
         yield f"{check}: this check proves no requirement; name it in a [wrapper] row"
@@ -162,6 +176,7 @@ def page(requirements: Requirements, by_section: Mapping[str, Sequence[str]]) ->
         "Generated from `conformance/requirements.toml` by `python -m conformance.requirements`;",
         "a change made here is lost. The text of each id stands in [spec.md](spec.md).",
         *_wrapper_part(requirements.wrapper),
+        *_unjudged_part(requirements.unjudged),
         *_spec_part(requirements.spec, by_section),
         "",
     ]
@@ -264,6 +279,12 @@ def _wrapper_part(wrapper: Mapping[str, WrapperRow]) -> Iterator[str]:
     )
     yield from ("", "## Of any wrapper", "", "Each is proved by checks of the suite.", "")
     yield from _table(("id", "requirement", "generalises", "checks"), rows)
+
+
+def _unjudged_part(unjudged: Mapping[str, str]) -> Iterator[str]:
+    if unjudged:
+        yield from ("", "### Not judged", "", "What no check of the suite sees.", "")
+        yield from _table(("what", "why"), iter(unjudged.items()))
 
 
 def _spec_part(

@@ -54,22 +54,32 @@ class Diagonal:
         check: the check that had to report it.
         cause: the cause that this check had to state.
         kill: what became of it.
-        first: what failed first, ``None`` if nothing failed.
-        own: what the mutant's own check said, ``None`` if it did not judge.
-        alarms: what failed on the base without the defect.
+        mutated: what every check said of the case with the defect, in order of time.
+        base: the same without it.
         sentence: one line for the reader.
-        seconds: wall time of the mutant's case.
     """
 
     mutant: str
     check: str
     cause: str
     kill: Kill
-    first: Finding | None = None
-    own: Finding | None = None
-    alarms: tuple[Finding, ...] = ()
+    mutated: tuple[Finding, ...] = ()
+    base: tuple[Finding, ...] = ()
     sentence: str = ""
-    seconds: float = 0.0
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        """What failed with the defect."""
+        return tuple(finding for finding in self.mutated if finding.verdict in ALARM)
+
+    @property
+    def first(self) -> Finding | None:
+        """What failed first, ``None`` if nothing failed."""
+        return next(iter(self.failed), None)
+
+    def own(self, findings: Sequence[Finding]) -> Finding | None:
+        """What the mutant's own check said among `findings`, ``None`` if it did not judge."""
+        return next((finding for finding in findings if finding.check == self.check), None)
 
 
 def select_mutants(patterns: Sequence[str] = ()) -> list[Mutant]:
@@ -147,12 +157,9 @@ def assess(mutant: Mutant, mutated: Sequence[Finding], base: Sequence[Finding]) 
     failed = [finding for finding in mutated if finding.verdict in ALARM]
     first = failed[0] if failed else None
     own = next((f for f in mutated if f.check == mutant.check), None)
-    alarms = tuple(finding for finding in base if finding.verdict in ALARM)
-    seconds = mutated[0].seconds if mutated else 0.0
+    alarms = [finding for finding in base if finding.verdict in ALARM]
     kill, sentence = _became(mutant, first, own, alarms)
-    return _result(
-        mutant, kill, first=first, own=own, alarms=alarms, sentence=sentence, seconds=seconds
-    )
+    return _result(mutant, kill, mutated=tuple(mutated), base=tuple(base), sentence=sentence)
 
 
 def _became(
@@ -175,24 +182,20 @@ def _instead(first: Finding | None) -> str:
     return "" if first is None else f"; first came {first.check}, {first.cause}: {first.sentence}"
 
 
-def _result(  # noqa: PLR0913 - the fields of a row
+def _result(
     mutant: Mutant,
     kill: Kill,
     *,
-    first: Finding | None = None,
-    own: Finding | None = None,
-    alarms: tuple[Finding, ...] = (),
+    mutated: tuple[Finding, ...] = (),
+    base: tuple[Finding, ...] = (),
     sentence: str = "",
-    seconds: float = 0.0,
 ) -> Diagonal:
     return Diagonal(
         mutant=mutant.name,
         check=mutant.check,
         cause=mutant.cause,
         kill=kill,
-        first=first,
-        own=own,
-        alarms=alarms,
+        mutated=mutated,
+        base=base,
         sentence=sentence,
-        seconds=seconds,
     )

@@ -28,6 +28,7 @@ from conformance.execute import (
     run_oracle,
 )
 from conformance.judge import Ran
+from conformance.oracle_precision import LOWERED, Precision
 from conformance.preload import PRELOAD
 from conformance.ranks import Job, Outcome, RankPool, RankVerdict
 from conformance.ranks.leases import leases_of
@@ -170,7 +171,7 @@ class Session:
             seed=setting.seed,
             baseline=setting.baseline,
             second_world=second_world(case, setting.world),
-            unsupported=self.beyond(case),
+            unsupported=self.beyond(case) or self._too_low(adapter.conventions),
         )
         if not stored.unsupported:
             oracle = self._oracle(case, stored.conventions, stored.capabilities)
@@ -185,6 +186,13 @@ class Session:
             return ""
         kind = self.setting.device
         return f"its second job needs {world} {kind} devices, of which {len(leases)} are here"
+
+    def _too_low(self, conventions: Conventions) -> str:
+        """Why the baseline cannot say what is right for low dtypes; empty if it can."""
+        baseline = self.setting.baseline
+        if baseline == "oracle" or not Precision.of(conventions).lowers:
+            return ""
+        return f"the {baseline} baseline computes in float32; use --baseline oracle"
 
     def _jobs(self, stored: Stored, directory: Path, timeout: float) -> Stored:
         """`stored` after its job, or both of them; the second one needs that the first went well.
@@ -305,6 +313,9 @@ def relevant(conventions: Conventions, model: models.ModelCase) -> Conventions:
     Adapters with different conventions then share the oracle's runs of most models.
     """
     plain = Conventions()
+    if Precision.of(conventions).lowers:
+        dtypes = (*LOWERED, "casts_inputs")
+        plain = replace(plain, **{name: getattr(conventions, name) for name in dtypes})
     return replace(
         plain,
         gradients=conventions.gradients,

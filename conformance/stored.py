@@ -16,7 +16,7 @@ from conformance import models
 from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.checks import Check, Evidence
-from conformance.execute import ORACLE_RUNS, of_job
+from conformance.execute import of_job, oracle_runs
 from conformance.history import History
 from conformance.judge import Judgement, Ran, all_unsupported, judge
 from conformance.ranks import RankVerdict
@@ -108,7 +108,12 @@ def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[F
         case=case,
         model=model,
         history=history,
-        oracle=_read_oracle(root / stored.oracle, stored.world, stored.second_world),
+        oracle=_read_oracle(
+            root / stored.oracle,
+            tuple(oracle_runs(stored.conventions)),
+            stored.world,
+            stored.second_world,
+        ),
         conventions=stored.conventions,
         capabilities=stored.capabilities,
         replicas=stored.replicas,
@@ -118,10 +123,10 @@ def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[F
 
 
 @lru_cache(maxsize=ORACLES_KEPT)
-def _read_oracle(directory: Path, world: int, second_world: int | None) -> Oracle:
-    return Oracle(
-        **{name: _read_truth(directory / name, world, second_world) for name in ORACLE_RUNS}
-    )
+def _read_oracle(
+    directory: Path, runs: tuple[str, ...], world: int, second_world: int | None
+) -> Oracle:
+    return Oracle(**{name: _read_truth(directory / name, world, second_world) for name in runs})
 
 
 def _read_truth(directory: Path, world: int, second_world: int | None) -> History:

@@ -111,9 +111,10 @@ def work_of(selection: Selection, *, without: Collection[str] = ()) -> Work:
         raise UsageError("nothing to run: no selected check judges a selected model of the adapter")
     control: list[Item] = []
     if any(name != CONTROL.adapter for name in names):
+        picked = {i.planned.case for i in judged if i.role is Role.JUDGED}
         control = [
             Item(subject=CONTROL, planned=planned, role=Role.CONTROL)
-            for planned in control_cases(checks, chosen)
+            for planned in control_cases(checks, chosen, picked if selection.cases else None)
         ]
     every = tuple(pair for variants in subjects for pair in variants)
     return Work(subjects=every, checks=tuple(checks), items=(*control, *judged))

@@ -2,25 +2,14 @@
 
 ``drawn:6.(7b.5n).(5.(5s)r)f.3`` reads: six features in; a unit of a layer of 7 with bias and one of
 5 with a normalisation; a frozen unit, called twice, of a layer of 5 and a unit of its own; a head
-of 3. Sizes are numbers of features, and letters after a layer add to it:
-
-=====  =============================================================================
-``b``  a bias
-``n``  a layer normalisation behind it
-``s``  a weight that is stored transposed
-``g``  a gain of one element
-``t``  two more layers, square, that share one weight
-``v``  a buffer that is added to the result, and a counter of forward passes
-=====  =============================================================================
-
-Letters after a unit: ``f``, it does not train; ``r``, it is called twice, for which it must return
-as many features as it takes.
+of 3. Sizes are numbers of features, and letters after a layer or a unit add to it:
+``LAYER_LETTERS``, ``UNIT_LETTERS``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -32,8 +21,18 @@ from .seeding import drawing as drawing_of
 from .seeding import regression, seeded, squared_error
 
 PREFIX = "drawn:"
-LAYER_LETTERS = "bnsgtv"
-UNIT_LETTERS = "fr"
+LAYER_LETTERS: Mapping[str, str] = {
+    "b": "a bias",
+    "n": "a layer normalisation behind it",
+    "s": "a weight that is stored transposed",
+    "g": "a gain of one element",
+    "t": "two more layers, square, that share one weight",
+    "v": "a buffer that is added to the result, and a counter of forward passes",
+}
+UNIT_LETTERS: Mapping[str, str] = {
+    "f": "does not train",
+    "r": "is called twice, for which it must return as many features as it takes",
+}
 SAMPLES = 4
 SMALL_WORLDS = (2, 3, 4)
 _TOKEN = re.compile(r"(\d+)([a-z]*)|(\()|\)([a-z]*)|(\.)")
@@ -141,7 +140,7 @@ def _problems(items: Sequence[Layer | Unit], size: int) -> Iterator[str]:
         taken, size = size, size_of([item], size)
         known = LAYER_LETTERS if isinstance(item, Layer) else UNIT_LETTERS
         if len(set(item.letters) & set(known)) < len(item.letters):
-            yield f"letters {item.letters!r} of {item}: each of {known!r} at most once"
+            yield f"letters {item.letters!r} of {item}: each of {''.join(known)!r} at most once"
         if size < 1:
             yield "a size must be at least 1"
         if isinstance(item, Unit):

@@ -85,12 +85,34 @@ class ComposableAdapter(CheckpointDirectory):
         with refusals():
             for child in reversed(list(model.modules())):
                 if isinstance(child, config.units):
-                    shard(child, mesh=mesh, **options)
+                    shard(child, mesh=mesh, **self.of_unit(options))
             shard(model, mesh=mesh, **options)
         if any(parameter.is_meta for parameter in model.parameters()):
-            poison(model.to_empty(device=config.device))
+            self.give_storage(model, config.device)
         optimizer = make_optimizer(model.parameters())
         return Wrapped(module=model, optimizer=optimizer)
+
+    def of_unit(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What of the root's `options` the units inside are sharded with; all of them."""
+        return options
+
+    def give_storage(self, model: nn.Module, device: torch.device) -> None:
+        """As a careful recipe does: ``to_empty`` unties parameters, and empties every buffer."""
+        registered = [owner._parameters for owner in model.modules()]
+        unsaved = [
+            (owner._buffers, {name: owner._buffers[name] for name in names})
+            for owner in model.modules()
+            if (names := owner._non_persistent_buffers_set)
+        ]
+        before = [dict(own) for own in registered]
+        poison(model.to_empty(device=device))
+        given: dict[nn.Parameter, nn.Parameter | None] = {}
+        for own, old in zip(registered, before, strict=True):
+            for name, parameter in old.items():
+                if parameter is not None:
+                    own[name] = given.setdefault(parameter, own[name])
+        for buffers, kept in unsaved:
+            buffers.update(kept)
 
     @staticmethod
     def _check_part(reshard: object, mesh: DeviceMesh) -> None:

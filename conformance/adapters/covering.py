@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from conformance.adapter import BuildConfig, LossFn, OptimizerFactory, Wrapped
 from conformance.adapters.wrapping import HYBRID, WrapperAdapter
 
-# Low precision would have to be judged by another oracle. Higher precision goes the same ways,
-# casts parameters, inputs, gradients and back, and keeps to the bounds of this one.
+# Low precision has adapters of its own, in `conformance.adapters.precision`, and rounds where a bug
+# may hide. Higher precision goes the same ways, casts parameters, inputs, gradients and back, and
+# keeps to the bounds of float32.
 DTYPES = ("reduce_dtype", "param_dtype")
 
 ROWS: tuple[tuple[bool, str, str | None, bool, str | None], ...] = (
@@ -131,8 +132,10 @@ class CoveringAdapter(WrapperAdapter):
             options["backward_prefetch"] = own.prefetches[options["backward_prefetch"]]
         if options.pop("cpu_offload", False):
             options["cpu_offload"] = own.offload(offload_params=True)
-        doubled = options.pop("mixed_precision", None)
-        if doubled is not None:
+        doubled = options.get("mixed_precision")
+        if doubled is None:
+            options.pop("mixed_precision", None)
+        elif isinstance(doubled, str):
             options["mixed_precision"] = own.precision(**{doubled: torch.float64})
         return super().build(model, make_optimizer, replace(config, options=options))
 

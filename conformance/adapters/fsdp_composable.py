@@ -9,10 +9,18 @@ import torch
 
 from conformance.adapter import StateKind, Wrapped
 from conformance.adapters.composable import ComposableAdapter
+from conformance.adapters.composable_pairs import PairsOfComposable
 from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
 from conformance.adapters.meshes import meshes_of_four
+from conformance.adapters.precision import ComposablePrecision
 from conformance.adapters.torch_checkpoint import only_rank0_holds
-from fsdp import ShardedGradScaler, checkpoint, fully_shard
+from fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    ShardedGradScaler,
+    checkpoint,
+    fully_shard,
+)
 
 
 class FullyShardAdapter(OwnCheckpoint, ComposableAdapter):
@@ -35,6 +43,19 @@ class FullyShardAdapter(OwnCheckpoint, ComposableAdapter):
         self._no_local(kind)
         options = _loading(kind, state)
         checkpoint.set_optimizer_state_dict(w.module, w.optimizer, dict(state), options=options)
+
+
+class PairsAdapter(PairsOfComposable, FullyShardAdapter):
+    """The same, in variants among which every two options meet."""
+
+    offload = CPUOffloadPolicy
+    precision = MixedPrecisionPolicy
+
+
+class PrecisionAdapter(ComposablePrecision, FullyShardAdapter):
+    """The same in low dtypes, as variants."""
+
+    precision = MixedPrecisionPolicy
 
 
 class MeshesAdapter(FullyShardAdapter):

@@ -14,6 +14,7 @@ from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
 from conformance.adapters.fsdp_checkpoint import OwnCheckpoint
+from conformance.adapters.precision import FlatPrecision
 from conformance.adapters.wrapping import hybrid_variants
 from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel
@@ -98,6 +99,12 @@ class PairsAdapter(FullyShardedAdapter):
     """The same, in variants among which every two options meet."""
 
     variants = pairs()
+
+
+class PrecisionAdapter(FlatPrecision, FullyShardedAdapter):
+    """The same in low dtypes, as variants."""
+
+    precision = MixedPrecision
 
 
 class MeshesAdapter(FullyShardedAdapter):

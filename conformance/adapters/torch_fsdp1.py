@@ -20,6 +20,7 @@ from conformance.adapters import torch_flat
 from conformance.adapters.covering import pairs
 from conformance.adapters.flat import Entry
 from conformance.adapters.flat_states import STATES, FlatStatesAdapter, state_types_of
+from conformance.adapters.precision import FlatPrecision
 from conformance.adapters.torch_checkpoint import CheckpointDirectory
 from conformance.adapters.wrapping import hybrid_variants
 
@@ -65,6 +66,12 @@ class PairsAdapter(FullyShardedAdapter):
     """The same, in variants among which every two options meet."""
 
     variants = pairs()
+
+
+class PrecisionAdapter(FlatPrecision, FullyShardedAdapter):
+    """The same in low dtypes, as variants."""
+
+    precision = MixedPrecision
 
 
 class MeshesAdapter(FullyShardedAdapter):

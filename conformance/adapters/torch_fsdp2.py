@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from conformance.adapters.composable import ComposableAdapter
+from conformance.adapters.composable_pairs import PairsOfComposable
 from conformance.adapters.meshes import meshes_of_four
+from conformance.adapters.precision import ComposablePrecision
 
 
 class FullyShardAdapter(ComposableAdapter):
     """PyTorch's composable wrapper."""
 
     shard = staticmethod(fully_shard)
+
+
+class PairsAdapter(PairsOfComposable, FullyShardAdapter):
+    """The same, in variants among which every two options meet."""
+
+    offload = CPUOffloadPolicy
+    precision = MixedPrecisionPolicy
+
+
+class PrecisionAdapter(ComposablePrecision, FullyShardAdapter):
+    """The same in low dtypes, as variants."""
+
+    precision = MixedPrecisionPolicy
 
 
 class MeshesAdapter(FullyShardAdapter):

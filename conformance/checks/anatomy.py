@@ -21,11 +21,13 @@ class Anatomy:
         shapes: FQN to shape; a tied parameter under each of its names.
         tied: groups of names of one parameter, the first registered name first.
         frozen: names of parameters that do not require gradients.
+        buffer_bytes: of all buffers together.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: tuple[tuple[str, ...], ...]
     frozen: frozenset[str]
+    buffer_bytes: int
 
     @property
     def distinct(self) -> list[str]:
@@ -59,4 +61,5 @@ def anatomy(model: ModelCase) -> Anatomy:
         shapes=shapes,
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         frozen=frozenset(frozen),
+        buffer_bytes=sum(buffer.nbytes for buffer in built.buffers()),
     )

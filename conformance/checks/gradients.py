@@ -125,6 +125,8 @@ def _accumulated(evidence: Evidence, rank: int, seen: Observation, key: str) -> 
     for short in (torch.bfloat16, torch.float16):
         waited = total([rounded_while_waiting(row, short) for row in of_rank]) / share
         found.append((Cause.DTYPE_ROUND_TRIP, waited))
+        kept = [rounded_while_waiting(row, short).to(short).to(row[0].dtype) for row in of_rank]
+        found.append((Cause.DTYPE_ROUND_TRIP, total(kept) / share))
         found.append((Cause.DTYPE_ROUND_TRIP, rounded_while_waiting(reduced, short)))
     if evidence.replicas > 1:
         first = rank // evidence.shards * evidence.shards

@@ -14,6 +14,7 @@ from conformance.checks.evidence import (
     place,
 )
 from conformance.checks.registry import check
+from conformance.checks.structure import hold_ties
 from conformance.explain import Suspect
 from conformance.history import Observation
 from conformance.scenarios.recipes import OVERFLOW
@@ -157,3 +158,5 @@ def _not_written(evidence: Evidence) -> Suspects:
 def materialised_values(evidence: Evidence, ledger: Ledger) -> None:
     """A model that is wrapped without storage holds, after a load, what was loaded and no more."""
     compare_trees(evidence, ledger, "materialised_parameters", noun="parameter")
+    compare_trees(evidence, ledger, "materialised_buffers", noun="buffer")
+    hold_ties(evidence, ledger, "parameters")

@@ -11,7 +11,8 @@ from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, compare_trees, observed, place
 from conformance.checks.gradients import GRADIENTS, gradient_suspects
 from conformance.checks.registry import check
-from conformance.history import Observation
+from conformance.history import Observation, as_tensor
+from conformance.oracle_precision import cast, low
 
 
 @check(
@@ -35,6 +36,9 @@ def eval_unchanged(evidence: Evidence, ledger: Ledger) -> None:
             # under this convention a forward may first take over rank 0's
             sources = {rank, 0} if _taken_over(evidence, what) else {rank}
             before = [_before(evidence, source, what, seen) for source in sorted(sources)]
+            declared = low(evidence.conventions.buffers_as) if what == "buffers" else None
+            if declared is not None:  # and then the first forward may cast them
+                before += [{k: cast(v, declared) for k, v in tree.items()} for tree in before]
             for name, value in after.items():
                 ledger.hold(
                     any(_unchanged(value, tree.get(name)) for tree in before),
@@ -62,3 +66,37 @@ def _unchanged(after: Any, before: Any) -> bool:
     if not (isinstance(after, Tensor) and isinstance(before, Tensor)):
         return after is before
     return after.dtype == before.dtype and torch.equal(after, before)
+
+
+@check(
+    "unfrozen.training",
+    profile="robustness",
+    scenarios=frozenset({"unfrozen"}),
+    needs=GRADIENTS | {"unused_parameters.varying"},
+)
+def unfrozen_training(evidence: Evidence, ledger: Ledger) -> None:
+    """Parameters have gradients, and move, in those steps in which they are not frozen."""
+    compare_trees(
+        evidence, ledger, "gradients", noun="gradient of", suspects=gradient_suspects(evidence)
+    )
+    compare_trees(evidence, ledger, "parameters", noun="parameter")
+
+
+@check("repeated.bits", profile="robustness", scenarios=frozenset({"repeated"}))
+def repeated_bits(evidence: Evidence, ledger: Ledger) -> None:
+    """The same training twice in the same ranks gives the same bits: losses and parameters."""
+    for what in ("repeated_loss", "repeated_parameters"):
+        for rank, seen, got in observed(evidence, what):
+            before = evidence.history.get(rank, what, **{**seen.where, "life": 0})
+            again, first = (v if isinstance(v, dict) else {"loss": v} for v in (got, before))
+            for name, value in again.items():
+                ledger.hold(
+                    torch.equal(as_tensor(value), as_tensor(first[name])),
+                    moment=seen.moment,
+                    cause=Cause.NOT_REPEATED,
+                    sentence=f"{name} at {place(seen.where, rank)} is"
+                    f" {MEANING[Cause.NOT_REPEATED]}",
+                    rank=rank,
+                    fqn=name,
+                    **seen.where,
+                )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from conformance.causes import MEANING, Cause
+from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.registry import check
 from conformance.history import as_tensor
@@ -81,7 +82,7 @@ def _stored(evidence: Evidence, part: str, step: int) -> dict[str, int]:
 
 def shapes(evidence: Evidence, part: str, *, step: int = 0) -> dict[str, Shapes]:
     """The oracle's shapes of one part after `step`, by dtype; a tied parameter counts once."""
-    once = {name for name, _ in evidence.model.build().named_parameters()}
+    once = set(anatomy(evidence.model).distinct)
     what = {"parameters": "parameters", "optimizer": "optimizer_state"}[part]
     found: dict[str, Shapes] = {}
     for key, value in evidence.oracle.reference.get(0, what, step=step).items():

@@ -39,21 +39,26 @@ def having(trait: str) -> Applies:
 def tied_one(evidence: Evidence, ledger: Ledger) -> None:
     """Tied names have one value and one gradient, bit for bit, whenever they are seen."""
     for what in (*VALUES, "gradients", "clipped"):
-        noun = "gradients" if what in ("gradients", "clipped") else "values"
-        for rank, seen, got in observed(evidence, what):
-            for first, *others in anatomy(evidence.model).tied:
-                for other in others:
-                    if first in got and other in got:
-                        ledger.hold(
-                            _same(got[first], got[other]),
-                            moment=seen.moment,
-                            cause=Cause.UNTIED,
-                            sentence=f"{first} and {other} have different {noun} at"
-                            f" {place(seen.where, rank)}: {MEANING[Cause.UNTIED]}",
-                            rank=rank,
-                            fqn=other,
-                            **seen.where,
-                        )
+        hold_ties(evidence, ledger, what)
+
+
+def hold_ties(evidence: Evidence, ledger: Ledger, what: str) -> None:
+    """Tied names have one entry, bit for bit, in every observation `what`."""
+    noun = "gradients" if what in ("gradients", "clipped") else "values"
+    for rank, seen, got in observed(evidence, what):
+        for first, *others in anatomy(evidence.model).tied:
+            for other in others:
+                if first in got and other in got:
+                    ledger.hold(
+                        _same(got[first], got[other]),
+                        moment=seen.moment,
+                        cause=Cause.UNTIED,
+                        sentence=f"{first} and {other} have different {noun} at"
+                        f" {place(seen.where, rank)}: {MEANING[Cause.UNTIED]}",
+                        rank=rank,
+                        fqn=other,
+                        **seen.where,
+                    )
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:

@@ -60,14 +60,14 @@ def collectives_bytes(evidence: Evidence, ledger: Ledger) -> None:
 def _hold_gathers(evidence: Evidence, ledger: Ledger, step: Traffic, shards: int) -> None:
     """No more parameters than the passes need, in no wider dtype."""
     declared = evidence.conventions
-    due = need(evidence, anatomy(evidence.model).distinct, shards)
+    model = anatomy(evidence.model)
+    due = need(evidence, model.distinct, shards)
     times = PASSES[declared.gathers] * evidence.case.accumulation
     size = size_sent(evidence, declared.gathered_as)
     share = (shards - 1) / shards
-    buffers = sum(b.nbytes for b in evidence.model.build().buffers())
     told = sum(sent(row) for row in step.gathers)
     allowed = due.allowed(times, len(step.gathers)) * share * size
-    allowed += buffers * sum(row["op"] == "broadcast" for row in step.gathers)
+    allowed += model.buffer_bytes * sum(row["op"] == "broadcast" for row in step.gathers)
     wide = elements_sent(step.gathers) * size <= allowed
     cause = Cause.WRONG_DTYPE if wide else Cause.GATHERED_REPEATEDLY
     _hold(

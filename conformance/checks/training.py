@@ -112,6 +112,8 @@ def _loss_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Sus
         for other in range(evidence.world)
         if other != rank
     ]
+    full = reference.find(rank, "loss_in_full", seen.where) if seen.what == "loss" else None
+    found += [] if full is None else [(Cause.WRONG_DTYPE, as_tensor(full.value))]
     found.append((Cause.SUMMED_NOT_AVERAGED, expected * evidence.world))
     found.append((Cause.DIVIDED_TWICE, expected / micro_batches))
     found.append((Cause.DIVIDED_TWICE, expected / evidence.world))

@@ -46,6 +46,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
     help="Run a sharded training wrapper beside an unsharded oracle, and judge it.",
 )
 
@@ -58,21 +59,28 @@ def _version(asked: bool) -> None:  # noqa: FBT001 - a flag's value
         raise typer.Exit
 
 
-World = Annotated[int, typer.Option(help="Number of ranks, all on this machine.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, or the type of the accelerator.")]
+World = Annotated[int, typer.Option(metavar="N", help="Number of ranks, all on this machine.")]
+Device = Annotated[
+    str, typer.Option(metavar="TYPE", help="auto, cpu, or the type of the accelerator.")
+]
 Timeout = Annotated[
     float,
     typer.Option(
+        metavar="SECONDS",
         help="Seconds that the ranks have for one case, after which it is HANG. The start of the"
-        " first ranks and the oracle's run, which has as long, come before."
+        " first ranks and the oracle's run, which has as long, come before.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of every random number.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Of every random number.")]
 Baseline = Annotated[
-    str, typer.Option(help="oracle, or ddp: what is right by DDP on the same ranks.")
+    str,
+    typer.Option(
+        metavar="NAME", help="What says what is right: oracle, or ddp, DDP on the same ranks."
+    ),
 ]
 Jobs = Annotated[
-    int | None, typer.Option(help="Cases at once; by default what cores or accelerators allow.")
+    int | None,
+    typer.Option(metavar="N", help="Cases at once; by default what cores or accelerators allow."),
 ]
 Quiet = Annotated[
     bool,
@@ -94,42 +102,51 @@ def _before_any_command(
 @app.command()
 def run(  # noqa: PLR0913 - one parameter an option
     adapter: Annotated[
-        list[str], typer.Argument(help="Names of adapters, or package.module:Class.")
+        list[str],
+        typer.Argument(metavar="ADAPTER", help="Names of adapters, or package.module:Class."),
     ],
     world: World = 2,
     device: Device = "auto",
     variant: Annotated[
-        list[str] | None, typer.Option(help="Pattern of variants; repeatable; without it all.")
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Pattern of variants; repeatable; all without it."),
     ] = None,
     profile: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help=f"Profile of checks ({', '.join(PROFILE_NAMES)}), or core@1.0 as released;"
-            " repeatable; without it all."
+            " repeatable; all without it.",
         ),
     ] = None,
     check: Annotated[
-        list[str] | None, typer.Option(help="Pattern of checks, such as 'clip.*'; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Pattern of checks, such as 'clip.*'; repeatable."),
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Pattern of models; repeatable.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Pattern of models; repeatable.")
+    ] = None,
     case: Annotated[
         list[str] | None,
-        typer.Option(help="Pattern of cases, such as '*/train/*'; repeatable."),
+        typer.Option(metavar="PATTERN", help="Pattern of cases, such as '*/train/*'; repeatable."),
     ] = None,
     depth: Annotated[
         str | None,
         typer.Option(
+            metavar="DEPTH",
             help="narrow, wide or full: how far options are crossed; without it wide for the first"
-            " variant and for those named by --variant, narrow for the others."
+            " variant and for those named by --variant, narrow for the others.",
         ),
     ] = None,
     baseline: Baseline = "oracle",
     expect: Annotated[
         Path | None,
-        typer.Option(help="File of known deviations: lines of 'finding pattern: reason'."),
+        typer.Option(
+            metavar="FILE", help="File of known deviations: lines of 'finding pattern: reason'."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="New folder for the log and the histories.")
+        Path | None, typer.Option(metavar="DIR", help="New folder for the log and the histories.")
     ] = None,
     jobs: Jobs = None,
     timeout: Timeout = 60.0,
@@ -168,7 +185,11 @@ def run(  # noqa: PLR0913 - one parameter an option
 def list_(
     what: Annotated[
         str,
-        typer.Argument(help="checks, profiles, adapters, models, cases, mutants, capabilities."),
+        typer.Argument(
+            metavar="WHAT",
+            help="checks, profiles, adapters, models, cases, mutants, capabilities, or letters:"
+            " those in the ids of fuzz.",
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,  # noqa: FBT002
 ) -> None:
@@ -180,11 +201,15 @@ def list_(
 
 @app.command()
 def repro(
-    id: Annotated[str, typer.Argument(help="Id of a finding, as every output shows it.")],
+    id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id of a finding, as every output shows it.")
+    ],
     world: World = 2,
     device: Device = "auto",
     baseline: Baseline = "oracle",
-    mutant: Annotated[str | None, typer.Option(help="A defect to plant first.")] = None,
+    mutant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A defect to plant first.")
+    ] = None,
     timeout: Timeout = 60.0,
 ) -> None:
     """Repeat one finding."""
@@ -198,7 +223,9 @@ def repro(
 
 @app.command()
 def recheck(
-    directory: Annotated[Path, typer.Argument(help="Folder of a run made with --out.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --out.")
+    ],
 ) -> None:
     """Judge a stored run again, without ranks."""
     from conformance.cli.repeating import recheck_command
@@ -210,36 +237,59 @@ def recheck(
 def selftest(
     world: World = 2,
     device: Device = "auto",
-    mutant: Annotated[list[str] | None, typer.Option(help="Pattern of mutants.")] = None,
+    mutant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Pattern of mutants; repeatable; all without it."),
+    ] = None,
     jobs: Jobs = None,
     timeout: Timeout = 60.0,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File for the whole matrix: what every check said of every mutant."
+        ),
+    ] = None,
 ) -> None:
     """Plant every defect, and see that its check reports it first, with its cause."""
     from conformance.cli.selftesting import selftest_command
 
     raise typer.Exit(
-        selftest_command(mutant or (), world=world, device=device, jobs=jobs, timeout=timeout)
+        selftest_command(
+            mutant or (), world=world, device=device, jobs=jobs, timeout=timeout, page=page
+        )
     )
 
 
 @app.command()
 def fuzz(  # noqa: PLR0913 - one parameter an option
-    adapter: Annotated[str, typer.Argument(help="Name of an adapter, or package.module:Class.")],
-    examples: Annotated[int, typer.Option(help="How many to try, shrinking not counted.")] = 100,
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="Name of an adapter, or package.module:Class.")
+    ],
+    examples: Annotated[
+        int, typer.Option(metavar="N", help="How many to try, shrinking not counted.")
+    ] = 100,
     world: World = 2,
     device: Device = "auto",
     variant: Annotated[
-        list[str] | None, typer.Option(help="Pattern of variants; repeatable; without it all.")
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Pattern of variants; repeatable; all without it."),
     ] = None,
-    mutant: Annotated[str | None, typer.Option(help="A defect to plant first.")] = None,
+    mutant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A defect to plant first.")
+    ] = None,
     expect: Annotated[
         Path | None,
-        typer.Option(help="File of known deviations: lines of 'finding pattern: reason'."),
+        typer.Option(
+            metavar="FILE", help="File of known deviations: lines of 'finding pattern: reason'."
+        ),
     ] = None,
     timeout: Timeout = 60.0,
     seed: Seed = 0,
 ) -> None:
-    """Draw models and programs, and shrink what goes wrong."""
+    """Draw models and programs, and shrink what goes wrong.
+
+    The letters of what is drawn: fsdp-conformance list letters.
+    """
     from conformance.cli.fuzzing import FuzzOptions, fuzz_command
 
     options = FuzzOptions(

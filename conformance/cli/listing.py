@@ -1,4 +1,4 @@
-"""The command ``list``: checks, profiles, adapters, models, cases, mutants, capabilities."""
+"""The command ``list``: checks, profiles, adapters, models, cases, mutants, and so on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from conformance.adapter import CAPABILITIES
 from conformance.adapters import BUILT_IN, make_adapter
 from conformance.checks import CHECKS, PROFILES
 from conformance.errors import unknown
-from conformance.models import cases
+from conformance.models import cases, drawn
 from conformance.mutants import MUTANTS
 from conformance.plan import every_case
 from conformance.report.text import indented
+from conformance.scenarios.sequence import ACTS
 
 Row = dict[str, Any]
 
@@ -61,7 +62,7 @@ def _adapters() -> list[Row]:
         rows.append(
             {
                 "adapter": name,
-                "variants": ", ".join(variants),
+                "variants": "; ".join(variants),  # names of variants have commas
                 "claims": ", ".join(sorted(adapter.capabilities)),
             }
         )
@@ -100,6 +101,21 @@ def _capabilities() -> list[Row]:
     return [{"capability": name, "meaning": meaning} for name, meaning in CAPABILITIES.items()]
 
 
+def _letters() -> list[Row]:
+    """Those of the ids of drawn examples: of the option ``acts`` and of their models."""
+    acts = [
+        {"letter": f"act {letter}", "needs": ", ".join(sorted(act.needs)), "meaning": act.sentence}
+        for letter, act in ACTS.items()
+    ]
+    kinds = {"layer": drawn.LAYER_LETTERS, "unit": drawn.UNIT_LETTERS}
+    parts = [
+        {"letter": f"{kind} {letter}", "needs": "", "meaning": meaning}
+        for kind, letters in kinds.items()
+        for letter, meaning in letters.items()
+    ]
+    return [*acts, *parts]
+
+
 LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "checks": _checks,
     "profiles": _profiles,
@@ -108,6 +124,7 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "cases": _cases,
     "mutants": _mutants,
     "capabilities": _capabilities,
+    "letters": _letters,
 }
 
 

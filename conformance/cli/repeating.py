@@ -114,7 +114,10 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
     acts = case.option("acts")
     if case.scenario == SEQUENCE and (not acts or set(acts) - set(ACTS)):
         known_acts = "".join(ACTS)
-        raise UsageError(f"case {case}: acts={acts!r} is not a sequence of letters {known_acts!r}")
+        raise UsageError(
+            f"case {case}: acts={acts!r} is not a sequence of letters {known_acts!r};"
+            " fsdp-conformance list letters says what they are"
+        )
     probe = probed_capabilities(check)
     if not probe and check not in CHECKS:
         raise unknown("check", check, CHECKS, listed="checks")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from conformance.cli.interrupt import leaving_on_interrupt
+from conformance.cli.kill_page import counted, kills_page
 from conformance.cli.running import check_limits
 from conformance.cli.show import note
-from conformance.machine import default_jobs, device_for, notes
+from conformance.errors import UsageError
+from conformance.header import versions
+from conformance.machine import CPU, cores, default_jobs, device_for, notes
 from conformance.report.text import indented, number
 from conformance.selftest import GOOD, LEFT_OUT, Diagonal, Kill, diagonal, select_mutants
 from conformance.session import Setting
@@ -20,15 +25,25 @@ from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED
 
 
 def selftest_command(
-    patterns: Sequence[str], *, world: int, device: str, jobs: int | None, timeout: float
+    patterns: Sequence[str],
+    *,
+    world: int,
+    device: str,
+    jobs: int | None,
+    timeout: float,
+    page: Path | None,
 ) -> int:
     """Measure the diagonal, one line per mutant as it comes; returns the exit status.
+
+    With `page` what every check said of every mutant is written there.
 
     Raises:
         UsageError: a pattern that matches no mutant, a limit under which nothing runs, or a setting
             that does not fit this machine.
     """
     check_limits(timeout, jobs)
+    if page is not None and not page.parent.is_dir():
+        raise UsageError(f"--page {page}: there is no folder {page.parent}")
     mutants = select_mutants(patterns)
     told = notes(device, world)
     device = device_for(device, world)
@@ -39,8 +54,12 @@ def selftest_command(
         setting = Setting(world=world, device=device, timeout=timeout, directory=Path(name))
         with leaving_on_interrupt(Path(name)):
             results = diagonal(setting, mutants, jobs=jobs, done=_show)
-    where = f"{number(world, 'rank')} on {device}"
-    sys.stdout.write(diagonal_text(results, where, time.monotonic() - started))
+    where, seconds = f"{number(world, 'rank')} on {device}", time.monotonic() - started
+    if page is not None:
+        page.write_text(
+            kills_page(results, _circumstances(world, device, seconds)), encoding="utf-8"
+        )
+    sys.stdout.write(diagonal_text(results, where, seconds))
     return diagonal_status(results)
 
 
@@ -70,10 +89,18 @@ def diagonal_text(results: Sequence[Diagonal], where: str, seconds: float) -> st
             left_out.setdefault(f"{result.kill}: {result.sentence}", []).append(result.mutant)
     for reason, names in left_out.items():
         lines += ["", f"not measured, {reason}", *indented(", ".join(names), 6)]
-    counts = Counter(result.kill for result in results)
-    shown = ", ".join(f"{counts[kill]} {kill}" for kill in Kill if counts[kill])
-    lines += ["", f"{shown} in {seconds:.1f} s ({where})", ""]
+    lines += ["", f"{counted(results)} in {seconds:.1f} s ({where})", ""]
     return "\n".join(lines)
+
+
+def _circumstances(world: int, device: str, seconds: float) -> str:
+    own, where = versions(), f"{number(world, 'rank')} on {device}"
+    if device != CPU:
+        where += f" ({torch.get_device_module(device).get_device_name()})"
+    return (
+        f"{datetime.now(UTC).date()}: {where}, {number(cores(), 'core')}, torch {own['torch']},"
+        f" Python {own['python']}, {seconds:.0f} s."
+    )
 
 
 def _show(result: Diagonal) -> None:

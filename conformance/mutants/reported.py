@@ -66,7 +66,7 @@ class GradientDefect(Adapter):
     check="gradients.value",
     cause=Cause.DTYPE_ROUND_TRIP,
     case=TRAIN,
-    bugs=("pytorch/pytorch#106395", "pytorch/pytorch#186998"),
+    bugs=("pytorch/pytorch#106395",),
     world=1,
 )
 class ReducedInBfloat16(GradientDefect):
@@ -199,18 +199,3 @@ class ParameterLeftUninitialised(Poisoned):
     def uninitialised(self, module: nn.Module) -> Tensor:
         """The bias of the head."""
         return module.get_parameter("head.bias")
-
-
-@mutant(
-    check="buffers.convention",
-    cause=Cause.NON_FINITE,
-    case="batchnorm/train/optimizer=sgd",
-    bugs=("hiyouga/LlamaFactory#10820",),
-    world=1,
-)
-class BufferLeftUninitialised(Poisoned):
-    """A buffer that no state dict holds keeps what was in its memory."""
-
-    def uninitialised(self, module: nn.Module) -> Tensor:
-        """The one that is not persistent."""
-        return module.get_buffer("input_scale")

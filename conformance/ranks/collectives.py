@@ -1,14 +1,14 @@
 """Record every collective before it is issued, whoever issues it: DDP, FSDP, DTensor or the user.
 
-A dispatch mode sees the operators of the `c10d` and `_c10d_functional` namespaces on the thread
-that installed it and on the autograd threads that serve it. Collectives of other threads, and those
-that a backend issues below the dispatcher, are not seen.
+Those of the thread that installed the recorder and of threads that run a backward are seen.
+Collectives of other threads, and those that a backend issues below the dispatcher, are not.
 
 Knows operators and process groups. Must not know verdicts, processes or files (the ring is given).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
+from conformance.ranks.kernels import Issue, unwatch, watch
 from conformance.ranks.modules import ModuleTracker, in_backward
 from conformance.ranks.operators import Call, parse
 from conformance.ranks.records import CollectiveRecord, Ring
@@ -30,38 +30,16 @@ __all__ = ["CollectiveRecorder"]
 StreamEnd = tuple[int, int, tuple[int, ...]]
 """How many collectives were entered, a checksum over their signatures, and the member ranks."""
 
-_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
-
-
-def _handles_itself(kind: type) -> bool:
-    """Whether a tensor class handles operators itself; fake tensors leave that to their mode."""
-    return kind not in _PLAIN and not kind.__module__.startswith("torch._subclasses")
-
-
-class CollectiveRecorder(TorchDispatchMode):
+class CollectiveRecorder:
     """A context manager that records the collectives issued inside it.
 
     Recording changes no result: arguments and results pass through untouched. It costs host time on
-    every operator. What `torch.compile` captures is compiled all the same.
+    every collective and on every call of a module, and none on other operators.
 
     Attributes:
         records: all collectives so far, in the order in which this rank issued them.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The default wraps `__torch_dispatch__` such that the first operator imports torch._dynamo:
-        # 2.5 s in every fresh rank.
-        return False
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Changes no result: else the compiler would leave alone whatever runs under it."""
-        return True
 
     def __init__(self, ring: Ring | None = None, *, first_group: int = 0) -> None:
         """Make a recorder that is not active yet.
@@ -70,7 +48,6 @@ class CollectiveRecorder(TorchDispatchMode):
             ring: shared memory in which the controller can read the records; None keeps them here.
             first_group: how many process groups existed before; unnamed ones count from there.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[CollectiveRecord] = []
         self._ring = ring
         self._modules = ModuleTracker()
@@ -78,20 +55,17 @@ class CollectiveRecorder(TorchDispatchMode):
         self._judged = True
         self._first_group = first_group
         self._streams: dict[str, StreamEnd] = {}
-        self._depth = 0
+        self._thread = 0
 
     def __enter__(self) -> CollectiveRecorder:
-        if self._depth == 0:
-            self._modules.install()
-        self._depth += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._thread = threading.get_ident()
+        self._modules.install()
+        watch(self._issue)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self._depth -= 1
-        if self._depth == 0:
-            self._modules.remove()
+        unwatch(self._issue)
+        self._modules.remove()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -124,22 +98,16 @@ class CollectiveRecorder(TorchDispatchMode):
         finally:
             self._judged = before
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def _issue(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], issue: Issue
     ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "namespace", None) not in _NAMESPACES:
-            # a tensor subclass (a DTensor) issues collectives while it handles an operator; called
-            # from here it would issue them with this mode switched off
-            return NotImplemented if any(map(_handles_itself, types)) else func(*args, **kwargs)
-        calls = parse(func, args, kwargs, first_group=self._first_group)
+        """Record what `operator` does with these arguments, then do it."""
+        if threading.get_ident() != self._thread and not in_backward():
+            return issue()
+        calls = parse(operator, args, kwargs, first_group=self._first_group)
         indices = [self._enter(call) for call in calls]
         try:
-            return func(*args, **kwargs)
+            return issue()
         finally:
             for index in indices:
                 self._leave(index)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
-__all__ = ["Call", "parse"]
+__all__ = ["NOT_COLLECTIVES", "Call", "parse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ _OPERATORS: Mapping[str, _Kind] = {
     "irecv": _Kind(op="recv", payload="tensor"),
     "recv_any_source_": _Kind(op="recv", payload="tensors"),
 }
-_NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+NOT_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 _ROOT_ARGUMENTS = ("root_rank", "src", "dst")
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum", "unused")
 
@@ -95,7 +95,7 @@ def parse(
         first_group: number of the first unnamed group that may be meant; names count from there.
     """
     name = func._schema.name.partition("::")[2]
-    if name in _NOT_COLLECTIVES:
+    if name in NOT_COLLECTIVES:
         return []
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
     given.update(kwargs)

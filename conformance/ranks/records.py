@@ -199,7 +199,8 @@ def _fit(record: CollectiveRecord) -> bytes:
     """The record as JSON that fits a slot; long lists of shapes and long names are cut."""
     shapes: Sequence[tuple[int, ...]] = record.shapes[:8]
     for limit in (len(shapes), 1, 0):
-        cut = replace(record, shapes=tuple(shapes[:limit]))
+        fits = limit == len(record.shapes)
+        cut = record if fits else replace(record, shapes=tuple(shapes[:limit]))
         payload = json.dumps(cut.to_json(), separators=(",", ":")).encode()
         if len(payload) <= SLOT_BYTES - _SLOT.size:
             return payload

@@ -14,9 +14,11 @@ from conformance.adapter import ignore
 from conformance.scenarios.checkpoint import checkpoint
 from conformance.scenarios.memory import memory
 from conformance.scenarios.recipes import averaged, materialised, scaled
+from conformance.scenarios.repeated import repeated
 from conformance.scenarios.resume import RESUME, resume, resumed
-from conformance.scenarios.run import Clip, Run
+from conformance.scenarios.run import UNFROZEN, Clip, Run
 from conformance.scenarios.sequence import SEQUENCE, sequence
+from conformance.scenarios.unfrozen import unfrozen
 from conformance.scenarios.witness import witness
 
 EVAL_BEFORE_STEP = 4
@@ -65,12 +67,12 @@ def train(run: Run) -> None:
 
 
 def eval_first(run: Run) -> None:
-    """An evaluation before anything else, then three steps."""
+    """An evaluation before anything else, perhaps in inference mode, then three steps."""
     with run.phase("build"):
         w = run.build()
         run.observe_built(w)
     with run.phase("eval"):
-        run.evaluate(w, 0)
+        run.evaluate(w, 0, inference=run.case.option("mode") == "inference")
     for step in range(3):
         with run.phase(f"step {step}"):
             run.train_step(w, step)
@@ -193,6 +195,13 @@ SCENARIOS: Mapping[str, Scenario] = {
             why="a scaled loss that is infinite on one rank",
             needs=frozenset({"scaler"}),
         ),
+        Scenario(
+            name=UNFROZEN,
+            program=unfrozen,
+            why="parameters that are frozen and unfrozen between steps",
+            needs=frozenset({"unused_parameters", "unused_parameters.varying", "gradients"}),
+        ),
+        Scenario(name="repeated", program=repeated, why="the same training once more"),
         Scenario(name="averaged", program=averaged, why="an average of weights, written back"),
         Scenario(
             name="materialised",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conformance.per_rank import PerRank, each
-from conformance.scenarios.run import Run
+from conformance.scenarios.run import Run, unsaved_buffers
 
 OVERFLOW = 1
 """The step in which one rank's loss is infinite."""
@@ -88,6 +88,12 @@ def materialised(run: Run) -> None:
         with run.side_door():
             loaded = run.adapter.full_parameters(fresh)
         run.writer.write("materialised_parameters", loaded, step=0)
+        unsaved = unsaved_buffers(run.adapter.bare(fresh))
+        held = each(
+            run.adapter.buffers(fresh),
+            lambda own: {fqn: buffer for fqn, buffer in own.items() if fqn in unsaved},
+        )
+        run.writer.write("materialised_buffers", held, step=0)
     for step in (1, 2):
         with run.phase(f"step {step}"):
             run.train_step(fresh, step)

@@ -15,7 +15,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, StepResult, Wrapped
+from conformance.adapter import (
+    Adapter,
+    BuildConfig,
+    OptimizerFactory,
+    StepResult,
+    Wrapped,
+    clean_fqn,
+)
 from conformance.case import Case
 from conformance.history import flatten
 from conformance.models import ModelCase
@@ -25,6 +32,9 @@ PERTURBATION = 0.25
 """By how much a fresh model's weights differ from the model's, before a checkpoint is loaded."""
 
 Kind = TypeVar("Kind")
+
+UNFROZEN = "unfrozen"
+"""Name of the scenario in which parameters take part in some steps only, in any model."""
 
 BUILT = -1  # the "step" of what is observed before the first step
 
@@ -173,13 +183,13 @@ class Run:
             units=self.model.units,
             options=self.options,
             accumulation=self.case.accumulation,
-            unused_parameters=self.model.leaves_out,
+            unused_parameters=self.model.leaves_out or self.case.scenario == UNFROZEN,
             max_norm=clip.max_norm if clip else None,
             norm_type=clip.norm_type if clip else 2.0,
         )
         model = self.bare_model(perturbed=perturbed)
         if meta and self.recorder is not None:  # the truth is loaded into storage of its own
-            model = model.to("meta")
+            give_up_storage(model)
         built = self.adapter.build(model, optimizer or self.optimizer, config)
         wrapped = self._of_kind(Wrapped, "build", built, "module=..., optimizer=...")
         self.writer.write("remarks", list(wrapped.remarks))
@@ -273,9 +283,17 @@ class Run:
             "stored", flatten({k: stored_bytes(v) for k, v in held.items()}), step=step
         )
 
-    def evaluate(self, w: Wrapped, index: int, *, batch: tuple[int, int] = (99, 0)) -> None:
-        """An evaluation pass, and what it left of parameters and buffers."""
-        loss = self.adapter.evaluate(w, self.batch(*batch), self.model.loss)
+    def evaluate(
+        self,
+        w: Wrapped,
+        index: int,
+        *,
+        batch: tuple[int, int] = (99, 0),
+        inference: bool = False,
+    ) -> None:
+        """An evaluation pass, perhaps in inference mode, and what it left."""
+        with torch.inference_mode(inference):
+            loss = self.adapter.evaluate(w, self.batch(*batch), self.model.loss)
         self.writer.write("eval_loss", loss, index=index)
         with self.side_door():
             self.writer.write("parameters_after_eval", self.adapter.full_parameters(w), index=index)
@@ -311,6 +329,28 @@ class Watch:
             return None
         with self.run.side_door():
             return self.run.adapter.full_gradients(self.wrapped)
+
+
+def give_up_storage(model: nn.Module) -> None:
+    """Move what a state holds to the meta device; ``model.to("meta")`` would untie parameters."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in model.modules():
+        for name, own in owner._parameters.items():
+            if own is not None and own not in moved:
+                moved[own] = nn.Parameter(own.to("meta"), requires_grad=own.requires_grad)
+            owner._parameters[name] = None if own is None else moved[own]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                owner._buffers[name] = buffer.to("meta")
+
+
+def unsaved_buffers(model: nn.Module) -> set[str]:
+    """FQNs of the buffers that no state dict holds."""
+    return {
+        clean_fqn(f"{path}.{name}" if path else name)
+        for path, owner in model.named_modules()
+        for name in owner._non_persistent_buffers_set
+    }
 
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> dict[str, int]:

@@ -35,14 +35,14 @@ class Course:
     observed: int = 0
 
     def train(self, clip: Clip | None = None) -> None:
-        """One optimizer step of as many micro-batches as the case says."""
+        """An optimizer step, of as many micro-batches as the option accumulation says."""
         with self.run.phase(f"step {self.step}"):
             self.run.train_step(self.w, self.step, clip)
         self.run.before_optimizer = None
         self.step += 1
 
     def clip(self) -> None:
-        """The same with clipping, if it is claimed."""
+        """An optimizer step with clipping, if that is claimed."""
         self.train(CLIP if self.run.claims(CLIP.capability) else None)
 
     def evaluate(self) -> None:
@@ -110,6 +110,11 @@ class Act:
 
     do: Callable[[Course], None]
     needs: frozenset[str] = frozenset()
+
+    @property
+    def sentence(self) -> str:
+        """What it does, in one line."""
+        return (self.do.__doc__ or "").partition("\n")[0]
 
 
 ACTS: Mapping[str, Act] = {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from conformance.adapter import BuildConfig
-from conformance.adapters import adapter_class, covering, make_adapter
+from conformance.adapters import adapter_class, composable, composable_pairs, covering, make_adapter
 from conformance.adapters.covering import DTYPES, FOUR_RANKS, ROWS, CoveringAdapter
 from conformance.adapters.wrapping import HYBRID, STRATEGIES, variants
 from conformance.models import case
@@ -34,6 +34,51 @@ def test_every_two_values_meet_in_a_row() -> None:
     for one, other in combinations(range(len(VALUES)), 2):
         met = {(row[one], row[other]) for row in ROWS}
         assert met == set(product(VALUES[one], VALUES[other]))
+
+
+def test_every_two_values_of_the_composable_face_meet_in_a_row() -> None:
+    # as text: True is equal to 1
+    rows = [tuple(map(str, row)) for row in composable_pairs.ROWS]
+    values = [("True", "False", "1"), ("True", "False"), ("True", "False")]
+    values.append(("None", *DTYPES))
+    for one, other in combinations(range(len(values)), 2):
+        met = {(row[one], row[other]) for row in rows}
+        assert met == set(product(values[one], values[other]))
+    assert len(composable_pairs.pairs()) == len(rows) == 9
+
+
+@pytest.mark.parametrize("module", ["fsdp_composable", "torch_fsdp2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_row_reaches_fully_shard_in_its_own_types(
+    module: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"conformance.adapters.{module}:PairsAdapter"
+    variant = "reshard_after_forward=1,cpu_offload,param_dtype=float64"
+    adapter, options = make_adapter(name, variant)
+    own: Any = adapter_class(name)
+    given: dict[str, Any] = {}
+    take = staticmethod(lambda module, **arguments: given.update(arguments))
+    monkeypatch.setattr(own, "shard", take)
+    monkeypatch.setattr(composable, "_mesh", lambda config, replicas: Line())
+    config = BuildConfig(device=torch.device(device), world_size=2, options=options)
+    adapter.build(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, lr=0.1), config)
+    assert isinstance(given["mesh"], Line)
+    del given["mesh"]
+    assert given == {
+        "reshard_after_forward": 1,
+        "offload_policy": own.offload(pin_memory=device != "cpu"),
+        "mp_policy": own.precision(param_dtype=torch.float64, output_dtype=torch.float32),
+    }
+    assert adapter.conventions.gathered_as == adapter.conventions.reduced_as == "float64"
+
+
+class Line:
+    """A mesh of two ranks in a row."""
+
+    ndim = 1
+
+    def size(self, dim: int) -> int:
+        return 2
 
 
 def test_there_are_few_rows_and_each_is_another() -> None:

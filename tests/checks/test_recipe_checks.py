@@ -48,6 +48,29 @@ def materialised() -> Story:
     story = Story(case=Case.of("literal", "materialised"))
     story.phase("load")
     story.see("materialised_parameters", {"body": torch.tensor([1.0, 2.0])}, step=0)
+    story.see("materialised_buffers", {"mean": torch.tensor([5.0])}, step=0)
+    story.phase("step 1")
+    tied = torch.tensor([1.5, 2.5])
+    story.see("parameters", {"body": tied, "head": tied}, step=1)
+    return story
+
+
+def unfrozen() -> Story:
+    story = Story(case=Case.of("literal", "unfrozen"))
+    for step, gradient in enumerate((None, torch.tensor([0.3, 0.7]))):
+        story.phase(f"step {step}")
+        story.see("gradients", {"body": gradient}, step=step)
+        story.see("parameters", {"body": torch.tensor([1.0, 2.0 + step])}, step=step)
+    return story
+
+
+def repeated() -> Story:
+    story = Story(case=Case.of("literal", "repeated"))
+    for life in (0, 1):
+        story.phase(f"life {life}")
+        story.see("repeated_loss", torch.tensor(0.5), life=life, step=0, micro=0)
+        parameters = {"body": torch.tensor([1.0, 2.0])}
+        story.see("repeated_parameters", parameters, life=life, step=0)
     return story
 
 
@@ -60,6 +83,8 @@ def materialised() -> Story:
         ("scaler.together", scaled),
         ("average.values", averaged),
         ("materialised.values", materialised),
+        ("unfrozen.training", unfrozen),
+        ("repeated.bits", repeated),
     ],
 )
 def test_a_right_run_holds(check: str, story: Any) -> None:
@@ -143,3 +168,57 @@ def test_memory_that_no_load_reached_is_named() -> None:
     story = materialised()
     story.instead("materialised_parameters", {"body": torch.tensor([1.0, torch.nan])}, step=0)
     assert cause("materialised.values", story) is Cause.NON_FINITE
+
+
+def test_a_buffer_that_no_load_brings_back_is_named() -> None:
+    story = materialised()
+    story.instead("materialised_buffers", {"mean": torch.tensor([torch.nan])}, rank=1, step=0)
+    first = first_mismatch("materialised.values", story)
+    assert first is not None
+    assert (first.cause, first.where["fqn"]) == (Cause.NON_FINITE, "mean")
+
+
+def test_a_tie_that_storage_has_cut_is_named() -> None:
+    story = materialised()
+    story.instead("parameters", {"head": torch.tensor([1.5, 2.5 + 2**-22])}, rank=1, step=1)
+    first = first_mismatch("materialised.values", story)
+    assert first is not None
+    assert (first.cause, first.where["fqn"], first.where["rank"]) == (Cause.UNTIED, "head", 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "what", "value", "expected"),
+    [
+        (0, "gradients", torch.tensor([0.1, 0.1]), Cause.UNEXPECTED_GRADIENT),
+        (1, "gradients", None, Cause.MISSING_GRADIENT),
+        (1, "gradients", torch.tensor([0.3, 0.7]).bfloat16().float(), Cause.DTYPE_ROUND_TRIP),
+        (0, "parameters", torch.tensor([0.9, 2.0]), Cause.UNEXPLAINED),
+    ],
+)
+def test_what_a_frozen_parameter_does_is_named(
+    step: int, what: str, value: Any, expected: Cause
+) -> None:
+    story = unfrozen()
+    story.instead(what, {"body": value}, rank=0, step=step)
+    assert cause("unfrozen.training", story) is expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_bit_more_the_second_time_is_named(rank: int) -> None:
+    story = repeated()
+    body = torch.tensor([1.0, 2.0 + 2**-22])
+    story.instead("repeated_parameters", {"body": body}, rank=rank, life=1, step=0)
+    first = first_mismatch("repeated.bits", story)
+    assert first is not None
+    assert (first.cause, first.where["rank"]) == (Cause.NOT_REPEATED, rank)
+    loss = repeated()
+    loss.instead("repeated_loss", torch.tensor(0.5 + 2**-24), rank=rank, life=1, step=0, micro=0)
+    assert cause("repeated.bits", loss) is Cause.NOT_REPEATED
+
+
+def test_both_lives_may_be_off_by_the_same_bits() -> None:
+    story = repeated()
+    for life in (0, 1):
+        body = torch.tensor([1.0, 2.0 + 2**-22])
+        story.instead("repeated_parameters", {"body": body}, life=life, step=0)
+    assert cause("repeated.bits", story) is None

@@ -16,6 +16,8 @@ from conformance.cli.running import _folder
 from conformance.errors import UsageError
 from conformance.header import versions
 from conformance.machine import default_jobs, device_for, notes
+from conformance.models import drawn
+from conformance.scenarios.sequence import ACTS
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNDECIDED, EXIT_USAGE
 
 RUN = ["run", "torch.fully_shard"]
@@ -345,7 +347,8 @@ def test_a_file_is_no_folder(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["checks", "profiles", "adapters", "models", "cases", "mutants", "capabilities"]
+    "what",
+    ["checks", "profiles", "adapters", "models", "cases", "mutants", "capabilities", "letters"],
 )
 def test_every_list_has_names_as_text_and_as_json(monkeypatch, capsys, what: str) -> None:
     assert command(monkeypatch, "list", what, "--json") == 0
@@ -356,6 +359,18 @@ def test_every_list_has_names_as_text_and_as_json(monkeypatch, capsys, what: str
     assert names
     assert [line for line in lines if not line.startswith(" ")] == names
     assert max(len(line) for line in lines) <= 100
+
+
+def test_every_letter_of_a_drawn_id_is_explained(monkeypatch, capsys) -> None:
+    assert command(monkeypatch, "list", "letters", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    letters = [f"act {act}" for act in ACTS]
+    letters += [f"layer {letter}" for letter in drawn.LAYER_LETTERS]
+    letters += [f"unit {letter}" for letter in drawn.UNIT_LETTERS]
+    assert [row["letter"] for row in rows] == letters
+    assert len({row["meaning"] for row in rows} - {""}) == len(letters)
+    dropped = next(row for row in rows if row["letter"] == "act n")
+    assert dropped["needs"] == "gradients, no_sync, no_sync.dropped"
 
 
 def test_without_a_command_the_help_is_shown_line_by_line(monkeypatch, capsys) -> None:

@@ -81,6 +81,12 @@ def test_only_who_says_when_gradients_are_there_is_evaluated_then() -> None:
     assert "eval_in_step" not in scenarios[NONE]
 
 
+def test_what_the_first_forward_leaves_is_asked_in_both_modes_of_the_plain_model() -> None:
+    modes = {(c.model, c.option("mode")) for c in planned() if c.scenario == "eval_first"}
+    assert {mode for model, mode in modes if model == "mlp"} == {"", "inference"}
+    assert {mode for model, mode in modes if model != "mlp"} == {""}
+
+
 def test_every_check_judges_some_case_of_a_wrapper_that_claims_everything() -> None:
     judging = {
         check.id
@@ -170,6 +176,36 @@ def test_a_depth_is_that_of_every_variant() -> None:
     first, other = list(make_adapter(DDP)[0].variants)[:2]
     assert cases_of(first, None) == cases_of(first, Depth.WIDE) > cases_of(first, Depth.NARROW)
     assert cases_of(other, None) == cases_of(other, Depth.NARROW) < cases_of(other, Depth.WIDE)
+
+
+def controlled(*patterns: str, depth: Depth | None = None) -> list[str]:
+    selection = Selection(adapters=("torch.fully_shard",), cases=patterns, depth=depth)
+    return [str(i.planned.case) for i in work_of(selection).items if i.role is Role.CONTROL]
+
+
+def test_the_control_of_a_run_of_one_plain_case_is_that_case() -> None:
+    whole = controlled()
+    assert len(whole) > 3
+    assert {case.split("/")[:2] == ["mlp", "train"] for case in whole} == {True}
+    for one in whole[-1], "transformer/train/accumulation=3,optimizer=adamw":
+        assert controlled(one) == [one]
+    crossed = "transformer/train/accumulation=3,optimizer=sgd"
+    assert controlled(crossed, depth=Depth.FULL) == [crossed]
+
+
+def test_the_control_of_chosen_cases_is_never_more_than_that_of_a_whole_run() -> None:
+    assert controlled("*/train/*") == controlled("*") == controlled()
+    assert controlled("mlp/train/*sgd") == [c for c in controlled() if c.endswith("sgd")]
+
+
+def test_one_case_is_the_control_of_cases_that_are_not_plain() -> None:
+    for pattern in ("mlp/checkpoint/*", "*/unused/*", "mlp/two_forwards"):
+        assert controlled(pattern) == controlled()[:1]
+    # a model without a plain case
+    work = work_of(
+        Selection(adapters=("torch.fully_shard",), models=("un*", "mlp"), cases=("unused/*",))
+    )
+    assert [str(i.planned.case) for i in work.items if i.role is Role.CONTROL] == controlled()[:1]
 
 
 def test_cases_are_chosen_by_pattern_and_the_control_stays() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
 
 from conformance.adapter import CAPABILITIES
 from conformance.adapters import make_adapter
 from conformance.causes import Cause
 from conformance.checks import CHECKS
 from conformance.drawing import examples
-from conformance.fuzz import Judge, Search, kind_of
+from conformance.fuzz import ROUND, Judge, Search, kind_of
 from conformance.item import Item
 from conformance.models import case
 from conformance.scenarios.sequence import ACTS
@@ -71,6 +76,37 @@ def test_a_deviation_is_made_as_small_as_it_gets() -> None:
     assert ")r" in found.met
     assert len(found.met) >= len(found.finding.case)
     assert found.steady
+
+
+def drawn(number: int) -> list[str]:
+    judged: list[str] = []
+
+    def judge(item: Item) -> Sequence[Finding]:
+        judged.append(f"{item.subject.variant} {item.planned.case}")
+        return [finding(item, Verdict.PASS)]
+
+    assert not list(search(judge, number).deviations())
+    return judged
+
+
+def test_a_seed_draws_the_same_whatever_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = drawn(60)
+    # Hypothesis takes constants from the source of what is imported, where they may be drawn
+    words = ["".join(letters) for letters in product(ACTS, repeat=3)]
+    (tmp_path / "full_of_constants.py").write_text(f"W = {words}\nN = {list(range(-200, 300))}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("full_of_constants")
+    assert drawn(60) == before
+
+
+def test_a_longer_search_begins_with_the_examples_of_a_shorter_one() -> None:
+    whole = drawn(ROUND + 20)
+    assert whole[:3] == drawn(3)
+    assert whole[: ROUND + 5] == drawn(ROUND + 5)
+    assert len(set(whole[ROUND:])) > 10, "a second round draws others"
+    assert not set(whole[ROUND + 10 :]) <= set(whole[:ROUND])
 
 
 def test_several_deviations_are_told_apart() -> None:

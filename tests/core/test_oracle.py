@@ -95,6 +95,22 @@ def test_an_unused_parameter_gets_what_is_declared() -> None:
         assert seen == [there]
 
 
+def test_a_parameter_has_gradients_and_moves_while_it_is_not_frozen() -> None:
+    for convention in ("none", "zero", "unit"):
+        oracle, batches = virtual(2, unused_grad=convention), data(2)
+        w = oracle.build(nn.Sequential(linear(), linear()), SGD, CONFIG)
+        for trains in (False, True, False):
+            oracle.set_trainable(w, "0", trains=trains)
+            oracle.zero_grad(w)
+            before = [p.detach().clone() for p in w.module.parameters()]
+            oracle.backward(w, oracle.forward(w, PerRank(batches), loss))
+            given = [g is not None for g in oracle.full_gradients(w).values()]
+            oracle.optimizer_step(w)
+            after = [p.detach() for p in w.module.parameters()]
+            moved = [not torch.equal(b, a) for b, a in zip(before, after, strict=True)]
+            assert given == moved == [trains, trains, True, True]
+
+
 def test_every_rank_keeps_its_own_running_statistics() -> None:
     batches = data(2)
     w = virtual(2).build(nn.BatchNorm1d(2), SGD, CONFIG)

@@ -71,10 +71,20 @@ def test_a_row_without_reason_is_refused(row: str, tmp_path: Path) -> None:
 
 def test_the_page_counts_and_escapes() -> None:
     text = page(matrix([ENTRY, OTHER], [MUTANT, SMALLER], {"a/b#2": OPEN}))
-    assert "2 reports:\n1 planted, 0 excluded, 1 open." in text
-    assert "1 of the planted ones show on CPU, 0 on accelerators." in text
+    assert "\n2 reports: 1 planted, 0 excluded, 1 open\n" in text
+    assert "- on CPU, 1 of the planted ones show, by 1 mutants" in text
+    assert "- on accelerators, 1 of the planted ones show, by 2 mutants" in text
     only = page(matrix([ENTRY], [SMALLER], {}))
-    assert "0 of the planted ones show on CPU, 1 on accelerators." in only
-    assert "| a/b#1 | clip | One \\| two | 2 | accelerator | rank_killed | `run.comp" in text
-    assert "|  |  |  | 4 | any | key_lost | `state_dict.keys` | missing-key |" in text
+    assert "- on CPU, 0 of the planted ones show, by 0 mutants" in only
+    assert "- on accelerators, 1 of the planted ones show, by 1 mutants" in only
+    about = "| a/b#1 | clip | One \\| two"
+    assert f"{about} | 2 | accelerator | rank_killed | `run.comp" in text
+    assert f"{about} | 4 | any | key_lost | `state_dict.keys` | missing-key |" in text
     assert "| a/b#2 | clip | One \\| two | Nobody looks. |" in text
+
+
+def test_no_cell_of_the_page_is_empty() -> None:
+    rows = [line for line in kills.PAGE.read_text().splitlines() if line.startswith("|")]
+    assert len(rows) > len(catalogue())
+    for row in rows:
+        assert all(cell.strip() for cell in row[1:-1].split("|")), row

@@ -12,6 +12,7 @@ from torch import nn
 from conformance import session
 from conformance.adapter import Adapter, Wrapped
 from conformance.causes import Cause
+from conformance.cli.kill_page import kills_page
 from conformance.cli.selftesting import diagonal_status, diagonal_text
 from conformance.mutants import MUTANTS
 from conformance.selftest import Kill, assess, diagonal
@@ -132,6 +133,24 @@ def test_trouble_with_one_mutant_does_not_stop_the_others(tmp_path: Path) -> Non
 
 
 HANDFUL = ("step_counted_twice", "wrapper_prefix_in_keys", "moments_shifted_by_load", "rank_killed")
+
+
+def test_the_page_has_every_check_on_every_mutant() -> None:
+    numbers = replace(RIGHT, error=6.0, bound=0.5)
+    quiet = [finding("losses.value"), replace(finding(ROW.check), error=1e-3, bound=1e-2)]
+    killed, survived = assess(ROW, [numbers, OTHER], quiet), assess(ROW, [OTHER], QUIET)
+    apart = replace(survived, mutant="elsewhere", kill=Kill.OTHER_DEVICE, sentence="no streams")
+    text = kills_page([killed, survived, apart], "On a day, somewhere.")
+    lines = text.splitlines()
+    assert "On a day, somewhere." in lines
+    assert "3 mutants: 1 killed, 1 survived, 1 other device." in lines
+    row = f"{ROW.name} | killed | `{ROW.check}` | {ROW.cause} | 12 | 0.1 | `losses.value` |"
+    assert f"| {row}" in lines
+    assert f"| {ROW.name} | survived | `{ROW.check}` | none | - | - | `losses.value` |" in lines
+    assert f"| `{ROW.check}` | 1 | 1 |" in lines
+    assert "| `losses.value` | 1 | 2 |" in lines
+    assert "| elsewhere | other device: no streams |" in lines
+    assert sum("elsewhere" in line for line in lines) == 1
 
 
 @pytest.mark.usefixtures("forkserver")

@@ -40,6 +40,8 @@ checks = ["losses.value", "gradients.value"]
 F1-AA-001 = { status = "must", proved_by = ["tests/a.py::test_a"] }
 F1-AA-002 = { status = "excluded", reason = "Concerns | torch alone.", proved_by = [] }
 SD-F2-001 = { status = "adapted", reason = "Copies.", proved_by = ["tests/b.py::test_b"] }
+[unjudged]
+"compiled | models" = "Nobody compiles."
 """
 
 
@@ -157,6 +159,7 @@ def test_a_sound_table_has_no_problem(table) -> None:
         ('generalises = ["F1-AA-001"]', 'generalises = ["F1-AA-003"]', "has no [spec] row"),
         ('generalises = ["F1-AA-001"]', "generalises = []", "at least one spec id"),
         ('"losses.value", ', "", "losses.value: this check proves no requirement"),
+        ('"Nobody compiles."', '" "', "compiled | models: unjudged without a reason"),
         ("losses.value", "loses.value", "names the check loses.value, which is not registered"),
         ("DP-TRAIN-001", "DP-train-1", "DP-train-1: want DP-"),
         ("are right.", "are right", "ends with a full stop"),
@@ -181,6 +184,7 @@ def test_a_fault_is_named(table, old: str, new: str, problem: str) -> None:
         ('"must"', '"must", tests = []', "F1-AA-001: unknown tests; known are"),
         ("proved_by = []", 'proved_by = "x"', "F1-AA-002: proved_by: got 'x', want a list"),
         ('"gradients.value"', '"losses.value"', "DP-TRAIN-001: checks: a name stands twice"),
+        ('"Nobody compiles."', "1", "compiled | models: reason: got 1, want text"),
         ('"Losses are right."', "1", "DP-TRAIN-001: sentence: got 1, want text"),
         ("[spec]", "[spec", "requirements.toml: "),
     ],
@@ -197,6 +201,7 @@ def test_the_page_says_what_binds_whom_and_what_proves_it(table) -> None:
     text = page(requirements, sections(SPECIFICATION))
     for line in (
         "| DP-TRAIN-001 | Losses are right. | F1-AA-001 | `losses.value`, `gradients.value` |",
+        "| compiled \\| models | Nobody compiles. |",
         "| 1.1 First part | 1 | 0 | 1 | 1 |",
         "| 1.2 Second part | 0 | 1 | 0 | 1 |",
         "| all | 1 | 1 | 1 | 2 |",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.ranks import Job, RankContext, RankPool
 from tests.ranks.jobs import Net
@@ -116,6 +119,105 @@ def multiply_dtensors(context: RankContext) -> list[Any]:
 def test_collectives_that_an_operator_on_dtensors_issues_are_seen(pool: RankPool) -> None:
     outcome = pool.run(Job.of(multiply_dtensors))
     assert outcome.values[0] == [[[6.0, 6.0], [6.0, 6.0]], [["all_gather", 12]]]
+
+
+def sum_in_unusual_places(context: RankContext) -> list[list[Any]]:
+    """Phase and size of what is recorded: elements tell the places apart."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(torch.ones(2))
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(torch.ones(3))
+            return 2 * grad
+
+    with torch.inference_mode():
+        dist.all_reduce(torch.ones(1))
+    Double.apply(torch.ones(1, requires_grad=True)).backward()
+    dist.all_reduce(torch.ones(4, requires_grad=True).detach())
+    with Passing():
+        dist.all_reduce(torch.ones(5))
+    dist.all_reduce(torch.eye(6).to_sparse())
+    return [[r.numel, r.backward] for r in context.recorder.records]
+
+
+class Passing(TorchDispatchMode):
+    """Does nothing, and is in the way."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_collectives_are_seen_whatever_is_around_them(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(sum_in_unusual_places))
+    expected = [[1, False], [2, False], [3, True], [4, False], [5, False], [36, False]]
+    assert outcome.values == (expected, expected), outcome.sentence
+
+
+def sum_in_a_graph(context: RankContext) -> list[Any]:
+    from torch.distributed._functional_collectives import all_gather_tensor
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        return all_gather_tensor(x, 0, dist.group.WORLD) + 1
+
+    for size in (3, 3):
+        gathered = gather(torch.full((size,), float(context.rank)))
+    return [gathered.tolist(), [[r.op, r.numel, r.bytes] for r in context.recorder.records]]
+
+
+def test_what_a_compiler_captures_is_seen_when_it_runs_and_only_then(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(sum_in_a_graph))
+    expected = [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0], [["all_gather", 6, 24]] * 2]
+    assert outcome.values == (expected, expected), outcome.sentence
+
+
+def sum_on_a_thread(context: RankContext) -> list[int]:
+    own = dist.new_group([0, 1])
+    before = len(context.recorder.records)
+    thread = Thread(target=lambda: dist.all_reduce(torch.ones(3), group=own))
+    thread.start()
+    thread.join()
+    dist.all_reduce(torch.ones(2))
+    return [record.numel for record in context.recorder.records[before:]]
+
+
+def test_collectives_of_other_threads_are_not_seen(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(sum_on_a_thread))
+    assert outcome.values == ([2], [2]), outcome.sentence
+
+
+def count_while_a_collective_waits(context: RankContext) -> int:
+    """How often another thread ran while this rank was inside of a collective for half a second."""
+    if context.rank == 1:
+        time.sleep(0.5)
+        dist.monitored_barrier()
+        return 0
+    ticks, over = [], Event()
+
+    def tick() -> None:
+        while not over.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = Thread(target=tick)
+    thread.start()
+    begun = time.monotonic()
+    dist.monitored_barrier()
+    ended = time.monotonic()
+    over.set()
+    thread.join()
+    return sum(begun < at < ended for at in ticks)
+
+
+def test_python_goes_on_while_a_collective_waits(pool: RankPool) -> None:
+    outcome = pool.run(Job.of(count_while_a_collective_waits))
+    assert outcome.values[0] >= 5, outcome.sentence
 
 
 def name_groups(context: RankContext) -> list[Any]:

@@ -41,10 +41,10 @@ class ZeroForUnused(ByHand):
     conventions = Conventions(unused_grad="zero")
 
     def reduce(self, w: Wrapped, own: Sequence[Tensor | None]) -> Gradients:
-        """Zeros where there is nothing."""
+        """Zeros where there is nothing, but for frozen ones, which a decay would move."""
         found = super().reduce(w, own)
         pairs = zip(w.native.parameters, found, strict=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in pairs]
+        return [torch.zeros_like(p) if g is None and p.requires_grad else g for p, g in pairs]
 
 
 class BuffersOfRankZero(ByHand):
