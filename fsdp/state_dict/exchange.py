@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp.engine.layout import Extent, Layout, side_by_side
+from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.flat_parameter import FlatParam, flat_params
 from fsdp.reshard.dealt import Dealt, Ranks
 from fsdp.reshard.plan import Plan
 from fsdp.reshard.transport import Transport
+from fsdp.state_dict.form import rows_of
 
 Way = tuple[bool, tuple[int, ...]]  # whether from shards into chunks, and of which parameters
 # What moves is the same every time, and computing it costs more than sending little.
@@ -44,7 +46,10 @@ def chunks_of(group: FSDPParamGroup) -> list[torch.Tensor]:
     ]
     sources = [_piece(group, index) for index in indices]
     _transport(group, params, (True, tuple(indices))).run(_Lists(sources, targets))
-    return [_logical(param, run).contiguous() for param, run in zip(params, targets, strict=True)]
+    return [
+        _logical(param, run, group.mesh_info).contiguous()
+        for param, run in zip(params, targets, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -109,12 +114,11 @@ def _dealt(
     return shards, chunks
 
 
-def _logical(param: FlatParam, run: torch.Tensor) -> torch.Tensor:
-    """Return the elements ``run`` of some rows of ``param`` in its shape, as a view."""
+def _logical(param: FlatParam, run: torch.Tensor, info: DataParallelMeshInfo) -> torch.Tensor:
+    """Return the elements ``run`` of this rank's rows of ``param`` in its shape, as a view."""
     order = param.order or tuple(range(len(param.shape)))
-    row = param.shape[1:].numel()
-    rows = run.numel() // row if row else 0
-    in_memory = [rows if dim == 0 else param.shape[dim] for dim in order]
+    start, stop = rows_of(param.shape[0], info.shard_size, info.shard_rank)
+    in_memory = [stop - start if dim == 0 else param.shape[dim] for dim in order]
     back = [order.index(dim) for dim in range(len(order))]
     return run.view(in_memory).permute(back)
 

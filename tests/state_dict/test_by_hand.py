@@ -24,21 +24,23 @@ def test_a_copy_in_host_memory_of_what_is_there_is_one() -> None:
 
 
 class Empty(nn.Module):
-    """One row, and no rows."""
+    """One row, rows without elements, and no rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shape in {"a_row": (1, 3), "no_rows": (0, 3)}.items():
+        for name, shape in {"a_row": (1, 3), "no_columns": (2, 0), "no_rows": (0, 3)}.items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape)))
 
 
 def _shards(context: RankContext) -> list[list[int]]:
-    state = cells.saved(cells.wrap(Empty(), nested=False), cells.SHARDED)
+    model = cells.wrap(Empty(), nested=False)
+    state = cells.saved(model, cells.SHARDED)
+    cells.load(model, cells.SHARDED, state)
     return [[len(each.tensor) for each in state[name].local_shards()] for name in sorted(state)]
 
 
 def test_a_rank_holds_a_shard_of_what_has_rows_for_it_and_the_first_one_in_any_case() -> None:
-    assert on_ranks(_shards, 2) == ([[1], [0]], [[], []])
+    assert on_ranks(_shards, 2) == ([[1], [1], [0]], [[], [1], []])
 
 
 class Doubled(nn.Linear):
