@@ -68,18 +68,24 @@ class Diagonal:
     sentence: str = ""
 
     @property
-    def failed(self) -> tuple[Finding, ...]:
-        """What failed with the defect."""
-        return tuple(finding for finding in self.mutated if finding.verdict in ALARM)
+    def failed(self) -> list[Finding]:
+        """What failed with the defect, in order of time."""
+        return failed(self.mutated)
 
     @property
     def first(self) -> Finding | None:
         """What failed first, ``None`` if nothing failed."""
         return next(iter(self.failed), None)
 
-    def own(self, findings: Sequence[Finding]) -> Finding | None:
-        """What the mutant's own check said among `findings`, ``None`` if it did not judge."""
-        return next((finding for finding in findings if finding.check == self.check), None)
+
+def failed(findings: Iterable[Finding]) -> list[Finding]:
+    """Those that say that something is wrong."""
+    return [finding for finding in findings if finding.verdict in ALARM]
+
+
+def said_by(check: str, findings: Iterable[Finding]) -> Finding | None:
+    """What `check` said among `findings`, ``None`` if it did not judge."""
+    return next((finding for finding in findings if finding.check == check), None)
 
 
 def select_mutants(patterns: Sequence[str] = ()) -> list[Mutant]:
@@ -154,11 +160,8 @@ def _findings(session: Session, mutant: Mutant, *, planted: bool) -> list[Findin
 
 def assess(mutant: Mutant, mutated: Sequence[Finding], base: Sequence[Finding]) -> Diagonal:
     """What the findings on a mutant and on its base amount to; both in order of time."""
-    failed = [finding for finding in mutated if finding.verdict in ALARM]
-    first = failed[0] if failed else None
-    own = next((f for f in mutated if f.check == mutant.check), None)
-    alarms = [finding for finding in base if finding.verdict in ALARM]
-    kill, sentence = _became(mutant, first, own, alarms)
+    first = next(iter(failed(mutated)), None)
+    kill, sentence = _became(mutant, first, said_by(mutant.check, mutated), failed(base))
     return _result(mutant, kill, mutated=tuple(mutated), base=tuple(base), sentence=sentence)
 
 

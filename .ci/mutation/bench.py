@@ -29,21 +29,23 @@ _TEXT = 4000
 _SPARES = 2
 """More servers of ranks than that in one run are rare."""
 _SHARED = (
-    *(
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-    ),
-    *(
-        "torch.distributed.tensor.parallel",
-        "torch.testing",
-        "numpy",
-        "hypothesis",
-        "safetensors",
-    ),
-    *("xdist", "pytest", "coverage", "conformance.ranks", "conformance.ranks.worker"),
-    *("conformance.pytest_plugin", "witness", "forked"),
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.testing",
+    "numpy",
+    "hypothesis",
+    "safetensors",
+    "xdist",
+    "pytest",
+    "coverage",
+    "conformance.ranks",
+    "conformance.ranks.worker",
+    "conformance.pytest_plugin",
+    "witness",
+    "forked",
 )
 """What every run and its ranks would import, and no mutant changes."""
 

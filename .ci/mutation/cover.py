@@ -171,8 +171,9 @@ class Survey:
                         "file": file,
                         "of": self._stamps[file],
                         "tests": found[file],
+                        "long": long[file],
                     }
-                    print(json.dumps(record | {"long": long[file]}), file=kept, flush=True)
+                    print(json.dumps(record), file=kept, flush=True)
         return None if self._waiting.total() else self._cover
 
     def _ask(self, file: str, tests: tuple[str, ...] = ()) -> None:
@@ -183,9 +184,8 @@ class Survey:
 
 def _told(answer: Answer) -> dict[str, dict[str, Any]]:
     """Return a survey's tests, lines written short; a file that cannot run is one failed test."""
-    if answer.exit not in (0, 1, 2, 5):
-        return {answer.order.key: {"outcome": "failed", "why": answer.output}}
-    if answer.exit == 2 and not answer.left and not answer.tests:
+    nothing = answer.exit == 2 and not answer.left and not answer.tests
+    if nothing or answer.exit not in (0, 1, 2, 5):
         return {answer.order.key: {"outcome": "failed", "why": answer.output}}
     found = {}
     for name, test in answer.tests.items():

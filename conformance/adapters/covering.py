@@ -132,11 +132,12 @@ class CoveringAdapter(WrapperAdapter):
             options["backward_prefetch"] = own.prefetches[options["backward_prefetch"]]
         if options.pop("cpu_offload", False):
             options["cpu_offload"] = own.offload(offload_params=True)
-        doubled = options.get("mixed_precision")
-        if doubled is None:
-            options.pop("mixed_precision", None)
-        elif isinstance(doubled, str):
-            options["mixed_precision"] = own.precision(**{doubled: torch.float64})
+        dtypes = options.pop("mixed_precision", None)
+        if dtypes is not None:  # the name of what is doubled, or a choice that was made already
+            doubled = isinstance(dtypes, str)
+            options["mixed_precision"] = (
+                own.precision(**{dtypes: torch.float64}) if doubled else dtypes
+            )
         return super().build(model, make_optimizer, replace(config, options=options))
 
     def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:

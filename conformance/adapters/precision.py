@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from conformance.adapter import (
     BuildConfig,
+    Conventions,
     OptimizerFactory,
     TravelDtype,
     Wrapped,
@@ -25,9 +26,12 @@ from conformance.gather import full_copies
 
 BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 
+MIXED = "param_dtype=bfloat16,reduce_dtype=float32"
+"""The usual choice, by its name as a variant."""
+
 DTYPES: Mapping[str, Mapping[str, str]] = {
     "param_dtype=bfloat16": {"param_dtype": BFLOAT16},
-    "param_dtype=bfloat16,reduce_dtype=float32": {"param_dtype": BFLOAT16, "reduce_dtype": FLOAT32},
+    MIXED: {"param_dtype": BFLOAT16, "reduce_dtype": FLOAT32},
     "param_dtype=float16,reduce_dtype=float32": {"param_dtype": FLOAT16, "reduce_dtype": FLOAT32},
     "reduce_dtype=bfloat16": {"reduce_dtype": BFLOAT16},
 }
@@ -36,23 +40,21 @@ DTYPES: Mapping[str, Mapping[str, str]] = {
 
 def composable_variants() -> dict[str, dict[str, Any]]:
     """Every choice of dtypes, a result in float32, and other ways to keep parameters."""
-    both = {"param_dtype": BFLOAT16, "reduce_dtype": FLOAT32}
-    name = "param_dtype=bfloat16,reduce_dtype=float32"
+    mixed = DTYPES[MIXED]
     return {
         **{name: {"dtypes": dtypes} for name, dtypes in DTYPES.items()},
-        f"{name},output_dtype=float32": {"dtypes": {**both, "output_dtype": FLOAT32}},
-        f"reshard_after_forward=False,{name}": {"dtypes": both, "reshard_after_forward": False},
-        f"hybrid,{name}": {"dtypes": both, "replicas": 1},
+        f"{MIXED},output_dtype=float32": {"dtypes": {**mixed, "output_dtype": FLOAT32}},
+        f"reshard_after_forward=False,{MIXED}": {"dtypes": mixed, "reshard_after_forward": False},
+        f"hybrid,{MIXED}": {"dtypes": mixed, "replicas": 1},
     }
 
 
 def flat_variants() -> dict[str, dict[str, Any]]:
     """Every choice of dtypes, buffers in bfloat16, and each strategy once."""
-    both = {"param_dtype": BFLOAT16, "reduce_dtype": FLOAT32}
-    name = "param_dtype=bfloat16,reduce_dtype=float32"
-    buffers = {**both, "buffer_dtype": BFLOAT16}
+    mixed = DTYPES[MIXED]
+    buffers = {**mixed, "buffer_dtype": BFLOAT16}
     found = {name: _flat(dtypes) for name, dtypes in DTYPES.items()}
-    found[f"use_orig_params,{name},buffer_dtype=bfloat16"] = _flat(buffers, original=True)
+    found[f"use_orig_params,{MIXED},buffer_dtype=bfloat16"] = _flat(buffers, original=True)
     for original, strategy in (
         (True, "SHARD_GRAD_OP"),
         (False, "NO_SHARD"),
@@ -60,7 +62,7 @@ def flat_variants() -> dict[str, dict[str, Any]]:
         (False, "_HYBRID_SHARD_ZERO2"),
     ):
         prefix = "use_orig_params," if original else ""
-        found[f"{prefix}{strategy},{name}"] = _flat(both, original=original, strategy=strategy)
+        found[f"{prefix}{strategy},{MIXED}"] = _flat(mixed, original=original, strategy=strategy)
     return found
 
 
@@ -73,6 +75,22 @@ def _flat(
         "dtypes": dtypes,
         **({"replicas": 1} if strategy in HYBRID else {}),
     }
+
+
+def keeping(
+    conventions: Conventions, dtypes: Mapping[str, str], *, inputs: Literal["root", "units"]
+) -> Conventions:
+    """`conventions` with what `dtypes` make of them; `inputs`: whose are cast for a computation."""
+    computes = cast(TravelDtype, dtypes.get("param_dtype", "parameter"))
+    return replace(
+        conventions,
+        gathered_as=computes,
+        computes_as=computes,
+        reduced_as=cast(TravelDtype, dtypes.get("reduce_dtype", computes)),
+        buffers_as=computes,
+        casts_inputs=inputs if "param_dtype" in dtypes else "none",
+        returns_as=cast(TravelDtype, dtypes.get("output_dtype", "parameter")),
+    )
 
 
 def in_torch(dtypes: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,19 +125,8 @@ class ComposablePrecision(ComposableAdapter):
     def configure(self, options: Mapping[str, Any]) -> None:
         """What is declared of dtypes: micro-batches wait in the dtype of the reduction."""
         super().configure(options)
-        dtypes = options["dtypes"]
-        computes = cast(TravelDtype, dtypes.get("param_dtype", "parameter"))
-        reduces = cast(TravelDtype, dtypes.get("reduce_dtype", computes))
-        self.conventions = replace(
-            self.conventions,
-            gathered_as=computes,
-            computes_as=computes,
-            reduced_as=reduces,
-            accumulates_as=reduces,
-            buffers_as=computes,
-            casts_inputs="units" if "param_dtype" in dtypes else "none",
-            returns_as=cast(TravelDtype, dtypes.get("output_dtype", "parameter")),
-        )
+        declared = keeping(self.conventions, options["dtypes"], inputs="units")
+        self.conventions = replace(declared, accumulates_as=declared.reduced_as)
 
     def build(
         self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
@@ -158,17 +165,8 @@ class FlatPrecision(WrapperAdapter):
     def configure(self, options: Mapping[str, Any]) -> None:
         """What is declared of dtypes: micro-batches wait in the dtype of the computation."""
         super().configure(options)
-        dtypes = options["dtypes"]
-        computes = cast(TravelDtype, dtypes.get("param_dtype", "parameter"))
-        self.conventions = replace(
-            self.conventions,
-            gathered_as=computes,
-            computes_as=computes,
-            reduced_as=cast(TravelDtype, dtypes.get("reduce_dtype", computes)),
-            accumulates_as=computes,
-            buffers_as=computes,
-            casts_inputs="root" if "param_dtype" in dtypes else "none",
-        )
+        declared = keeping(self.conventions, options["dtypes"], inputs="root")
+        self.conventions = replace(declared, accumulates_as=declared.computes_as)
 
     def build(
         self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig

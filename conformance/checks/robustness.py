@@ -87,6 +87,8 @@ def repeated_bits(evidence: Evidence, ledger: Ledger) -> None:
     """The same training twice in the same ranks gives the same bits: losses and parameters."""
     for what in ("repeated_loss", "repeated_parameters"):
         for rank, seen, got in observed(evidence, what):
+            if not seen.where["life"]:
+                continue
             before = evidence.history.get(rank, what, **{**seen.where, "life": 0})
             again, first = (v if isinstance(v, dict) else {"loss": v} for v in (got, before))
             for name, value in again.items():

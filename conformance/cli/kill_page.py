@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from conformance.selftest import LEFT_OUT, Diagonal, Kill
+from conformance.selftest import LEFT_OUT, Diagonal, Kill, said_by
 from conformance.verdicts import Finding
 
 
@@ -59,7 +59,7 @@ def _page(results: Sequence[Diagonal], circumstances: str) -> Iterator[str]:
 
 
 def _row(result: Diagonal) -> str:
-    own = result.own(result.mutated)
+    own = said_by(result.check, result.mutated)
     others = ", ".join(f"`{f.check}`" for f in result.failed if f is not own) or "none"
     cells = (
         result.mutant,
@@ -67,7 +67,7 @@ def _row(result: Diagonal) -> str:
         f"`{result.check}`",
         str(own.cause if own is not None and own.cause is not None else "none"),
         _over_bound(own),
-        _over_bound(result.own(result.base)),
+        _over_bound(said_by(result.check, result.base)),
         others,
     )
     return f"| {' | '.join(cells)} |"

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from conformance.adapter import Adapter, BuildConfig, Conventions, OptimizerFactory, Wrapped
+from conformance.adapters.precision import MIXED
 from conformance.causes import Cause
 from conformance.mutants.registry import mutant
 
 COMPOSABLE = "conformance.adapters.fsdp_composable:PrecisionAdapter"
 FLAT = "conformance.adapters.fsdp_wrapper:PrecisionAdapter"
-MIXED = "param_dtype=bfloat16,reduce_dtype=float32"
 
 
 class OtherDtypes(Adapter):

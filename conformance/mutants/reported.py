@@ -169,23 +169,6 @@ class TrainingFailsAfterEvaluation(Adapter):
         super().backward(w, loss)
 
 
-class Poisoned(Adapter):
-    """Base of what is left uninitialised when a model is materialised."""
-
-    def build(
-        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
-    ) -> Wrapped:
-        """Poison after wrapping."""
-        w = super().build(model, make_optimizer, config)
-        with torch.no_grad():
-            self.uninitialised(self.bare(w)).fill_(torch.nan)
-        return w
-
-    def uninitialised(self, module: nn.Module) -> Tensor:
-        """What keeps what was in its memory."""
-        raise NotImplementedError
-
-
 @mutant(
     check="losses.value",
     cause=Cause.NON_FINITE,
@@ -193,9 +176,14 @@ class Poisoned(Adapter):
     bugs=("NVIDIA-NeMo/Automodel#1527",),
     world=1,
 )
-class ParameterLeftUninitialised(Poisoned):
+class ParameterLeftUninitialised(Adapter):
     """A parameter that the model's own initialisation misses keeps what was in its memory."""
 
-    def uninitialised(self, module: nn.Module) -> Tensor:
-        """The bias of the head."""
-        return module.get_parameter("head.bias")
+    def build(
+        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
+    ) -> Wrapped:
+        """Poison the bias of the head after wrapping."""
+        w = super().build(model, make_optimizer, config)
+        with torch.no_grad():
+            self.bare(w).get_parameter("head.bias").fill_(torch.nan)
+        return w

@@ -9,6 +9,7 @@ import torch
 
 from conformance.case import Case
 from conformance.causes import Cause
+from conformance.checks import CHECKS, Ledger
 from tests.checks.literal import Story, cause, first_mismatch
 
 SHAPES = {"body": [[4, 3], [1, 4]], "row": [[1, 3], [3, 1]]}
@@ -222,3 +223,15 @@ def test_both_lives_may_be_off_by_the_same_bits() -> None:
         body = torch.tensor([1.0, 2.0 + 2**-22])
         story.instead("repeated_parameters", {"body": body}, life=life, step=0)
     assert cause("repeated.bits", story) is None
+
+
+def test_the_first_of_two_lives_is_not_compared_with_itself() -> None:
+    story = Story(case=Case.of("literal", "repeated"))
+    story.phase("life 0")
+    story.see("repeated_loss", torch.tensor(0.5), life=0, step=0, micro=0)
+    story.see("repeated_parameters", {"body": torch.tensor([1.0, 2.0])}, life=0, step=0)
+    ledger = Ledger()
+    judge = CHECKS["repeated.bits"].judge
+    assert judge is not None
+    judge(story.evidence(), ledger)
+    assert ledger.comparisons == 0
