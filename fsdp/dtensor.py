@@ -19,6 +19,7 @@ from fsdp.empty_shard import EmptyShard
 from fsdp.engine.exposure import CutShard
 from fsdp.engine.layout import Extent, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
+from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import WHOLE, FSDPParam, ParamModuleInfo, install_all, uid_of
 from fsdp.engine.torch_private import (
     DTensorSpec,
@@ -215,7 +216,10 @@ class DTensorExposure:
     ) -> None:
         """Register DTensors over the smaller mesh: replicated over its groups, sharded inside."""
         for param, piece in zip(params, pieces, strict=True):
-            param.install(self._over_smaller_mesh(param, piece, info))
+            shown = self._over_smaller_mesh(param, piece, info)
+            name = param.fqn or param.info.param_name
+            refuse_in_optimizers(shown, name, "were kept over a smaller mesh when it was made")
+            param.install(shown)
 
     def _over_smaller_mesh(
         self, param: DTensorParam, piece: torch.Tensor, info: DataParallelMeshInfo

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-__all__ = ["Leases", "Visible", "leases_of", "visible_devices"]
+__all__ = ["Leases", "Visible", "leases_of", "visible_devices", "visible_variable"]
 
 LEASE_TIMEOUT = 1800.0
 """Seconds that a job waits for its devices; the jobs in front of it are bounded themselves."""
@@ -48,6 +48,11 @@ class Visible:
         return {self.variable: ",".join(self.names[index] for index in indices)}
 
 
+def visible_variable(kind: str) -> str:
+    """The environment variable that selects devices of a type, as its makers mostly name it."""
+    return f"{kind.upper()}{_SUFFIXES[0]}"
+
+
 def visible_devices(kind: str, count: int, environ: Mapping[str, str]) -> Visible:
     """How the `count` devices of type `kind` are named in an environment.
 
@@ -57,7 +62,7 @@ def visible_devices(kind: str, count: int, environ: Mapping[str, str]) -> Visibl
         environ: where a variable ``*_VISIBLE_DEVICES`` may select devices; one that lists another
             number of them is not about these.
     """
-    own = f"{kind.upper()}{_SUFFIXES[0]}"
+    own = visible_variable(kind)
     listed = {
         variable: tuple(entry.strip() for entry in value.split(","))
         for variable, value in environ.items()

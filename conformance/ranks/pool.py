@@ -48,7 +48,8 @@ class RankPool:
         world: number of ranks.
         device: device type; each job leases a device of it for every rank, and its ranks see no
             other. A rank's device is the one in its `RankContext`.
-        backend: backend of the default process group, None for torch's own for the device.
+        backend: backend of the default process group, None for torch's own for the device and,
+            beside it, for the host.
         replaced: why the kept ranks were last thrown away, "" if they never were.
     """
 
@@ -67,7 +68,7 @@ class RankPool:
         Args:
             world: number of ranks, at least 1.
             device: "cpu" or a type of `torch.accelerator`.
-            backend: name of a backend, None for the device's own.
+            backend: name of a backend, None for the device's own and the host's.
             preload: modules that the ranks have imported before they are forked. They must not run
                 tensor operators or initialise an accelerator when imported.
             env: environment variables of the ranks, over the controller's.

@@ -32,7 +32,7 @@ class RankSetup:
         index: of the device that was leased for this rank, among those that the controller sees;
             None without a lease.
         environment: variables by which the ranks see their leased devices only, {} if they see all.
-        backend: backend of the default group; None takes torch's for the device.
+        backend: backend of the default group; None takes torch's for the device and for the host.
         store: path of the file store for the rendezvous of the default group.
         output: file for stdout and stderr.
         stacks: file for the Python stacks on request.

@@ -28,6 +28,7 @@ from conformance.ranks import fingerprint
 from conformance.ranks.collectives import CollectiveRecorder
 from conformance.ranks.context import RankContext, is_skip
 from conformance.ranks.job import Job, load_function
+from conformance.ranks.leases import visible_variable
 from conformance.ranks.meshes import forget_meshes
 from conformance.ranks.outcome import RankStatus
 from conformance.ranks.records import Ring
@@ -50,7 +51,7 @@ class _Rank:
         self.setup = setup
         self.pid = os.getpid()
         self.device = torch.device(setup.device)
-        self.backend = setup.backend or dist.get_default_backend_for_device(setup.device)
+        self.backend = setup.backend or _backend_for(setup.device)
         self.path = list(sys.path)
         self.before: dict[str, Any] = {}
         self.ring = Ring(Path(setup.ring))
@@ -108,7 +109,9 @@ class _Rank:
         """Take the device and join the default group. *Collective* over the world."""
         setup = self.setup
         options: dict[str, Any] = {}
-        if setup.device != "cpu":
+        if setup.device == "cpu":
+            _hide_devices()
+        else:
             self.device = _take_device(setup)
             options["device_id"] = self.device
         dist.init_process_group(
@@ -176,6 +179,24 @@ def _watch(fd: int) -> None:
         continue
     time.sleep(_ORPHAN_GRACE)  # an idle main loop sees the end of the channel itself
     os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _backend_for(device: str) -> str:
+    """Torch's backend for the device type; beside it one for the host, as torch's own default has.
+
+    What is offloaded is a tensor of the host, and its norm and its state take collectives there.
+    """
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device)}
+    if len(backends) == 1:
+        return backends[device]
+    return ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
+
+
+def _hide_devices() -> None:
+    """See no accelerator, whatever the host has: where there is one, it is torch's default."""
+    built_for = torch.accelerator.current_accelerator(check_available=False)
+    if built_for is not None:
+        os.environ[visible_variable(built_for.type)] = ""
 
 
 def _take_device(setup: RankSetup) -> torch.device:

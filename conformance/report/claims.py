@@ -16,6 +16,7 @@ from conformance.adapter import state_claims
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS
+from conformance.optimizers import WHOLE_TENSOR
 from conformance.scenarios import SCENARIOS
 from conformance.verdicts import BAD, Finding, Verdict
 
@@ -103,7 +104,8 @@ def tried_by(finding: Finding) -> frozenset[str]:
     scenario = SCENARIOS.get(case.scenario)
     wants = scenario.needs - SEEING if scenario else frozenset[str]()
     kind = dict(case.options).get("kind")
-    return wants | frozenset(state_claims(kind) if kind else ())
+    whole = ["optimizer.whole"] if case.optimizer in WHOLE_TENSOR else []
+    return wants | frozenset([*(state_claims(kind) if kind else ()), *whole])
 
 
 def norm_of(finding: Finding) -> frozenset[str]:

@@ -170,9 +170,11 @@ class WholeParams:
             )
         plan = self._smaller_plan(info)
         layout, starts = plan.layout, self._plan.layout.unsharded_offsets
-        kept = torch.zeros(layout.shard_numel, dtype=self._buffer.data.dtype, device=self._device)
         parts = []
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            kept = torch.zeros(
+                layout.shard_numel, dtype=self._buffer.data.dtype, device=self._device
+            )
             for index, param in enumerate(self._shard.plain):
                 piece, dtype = layout.piece(index, info.shard_rank), param.compute_dtype
                 rows = piece.stop - piece.start
@@ -197,8 +199,14 @@ class WholeParams:
             (starts[column.param] if column.param is not None else None, column.width)
             for column in layout.columns
         ]
-        plan = GatherPlan(
-            layout, info.shard_rank, info.shard_group, self._buffer, blocks=blocks, in_place=False
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            plan = GatherPlan(
+                layout,
+                info.shard_rank,
+                info.shard_group,
+                self._buffer,
+                blocks=blocks,
+                in_place=False,
+            )
         self._smaller = (info, plan)
         return plan

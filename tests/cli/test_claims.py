@@ -23,6 +23,7 @@ CHECKPOINT = "mlp/checkpoint/kind=sharded,options=default"
         ("losses.value", "mlp/two_forwards", {"two_forwards"}),
         ("state_dict.keys", CHECKPOINT, {"model_state.sharded", "optim_state.sharded"}),
         ("resume.model", "mlp/checkpoint/kind=save", {"save"}),
+        ("parameters.end", "mlp/train/optimizer=trust", {"optimizer.whole"}),
         (
             "clip.norm",
             "mlp/train/accumulation=1,optimizer=sgd",

@@ -302,6 +302,29 @@ def test_evaluation_may_come_first(mode: str) -> None:
     on_ranks(_no_grad_first, 2, mode=mode)
 
 
+def _inference_keeps_a_part(context: RankContext) -> str:
+    model, plain = shard_blocks(build(), reshard_after_forward=2), build()
+    with torch.inference_mode():
+        model(batch(5, context.rank))
+    too_early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="kept over a smaller mesh") as refused:
+        too_early.step()
+    for module in (model, *model.blocks):
+        module.reshard()
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+    return str(refused.value)
+
+
+def test_after_inference_a_kept_part_is_gathered_and_no_optimizer_takes_it() -> None:
+    assert agreed(_inference_keeps_a_part, 4, fresh=True) == (
+        "SGD holds 14 parameters that were kept over a smaller mesh when it was made (inp.weight, "
+        "inp.bias, blocks.0.up.weight, ...): its steps would change nothing. Make the optimizer "
+        "over the sharded parameters, after sharding."
+    )
+
+
 class Fragile(Stack):
     """Raises where it is told to."""
 

@@ -244,10 +244,15 @@ def _signatures() -> list[str]:
     def parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
 
+    def known(name: str) -> list[str]:
+        """Parameters of ours, without those that this version of torch does not have yet."""
+        theirs = parameters(getattr(torch_fsdp, name))
+        return [each for each in parameters(getattr(fsdp, name)) if each in theirs]
+
     return [
         name
         for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-        if parameters(getattr(fsdp, name)) != parameters(getattr(torch_fsdp, name))
+        if known(name) != parameters(getattr(torch_fsdp, name))
     ]
 
 

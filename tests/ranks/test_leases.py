@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from conformance.ranks import Job, RankContext, RankPool, RankVerdict
 from conformance.ranks.leases import Visible, leases_of, visible_devices
 from conformance.ranks.setup import RankSetup
-from conformance.ranks.worker import _take_device
+from conformance.ranks.worker import _hide_devices, _take_device
 from tests.ranks.leasing import fake_leases
 
 EIGHT = "0,1,2,3,4,5,6,7"
@@ -255,6 +255,24 @@ def test_a_rank_takes_its_device_whether_or_not_the_variable_worked(
     )  # fmt: skip
     assert _take_device(setup) == torch.device("meta", wanted)
     assert current == [wanted]
+
+
+def none_here(context: RankContext) -> list[Any]:
+    return [torch.accelerator.is_available(), torch.accelerator.device_count()]
+
+
+def test_ranks_of_the_host_see_no_accelerator() -> None:
+    """Not even where there is one: a wrapper that is given no device would take it."""
+    with RankPool(world=1) as pool:
+        assert pool.run(Job.of(none_here)).values == ([False, 0],)
+
+
+def test_devices_are_hidden_from_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("META_VISIBLE_DEVICES", "0,1")
+    there = torch.device("meta")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
+    _hide_devices()
+    assert os.environ["META_VISIBLE_DEVICES"] == ""
 
 
 def wait_for(condition: object, timeout: float = 20.0) -> None:

@@ -26,6 +26,7 @@ class Faults(FSDPTest):
     __test__ = False
 
     world_size = 2
+    device_type = "cpu"
     timeout = 60.0
 
     @unittest.expectedFailure
