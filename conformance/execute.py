@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -283,11 +284,19 @@ def drawn_step(seed: int, step: int) -> int:
 def own_batches(
     request: OracleRequest, rank: int, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int, int], models.Batch]:
-    """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype`."""
+    """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype`.
+
+    A batch is drawn once, however often it is asked for.
+    """
     model = models.case(Case.parse(request.case).model)
-    return lambda step, micro: cast_floating(
-        models.move(model.batch(rank, drawn_step(request.seed, step), micro), device), dtype
-    )
+
+    @cache
+    def drawn(step: int, micro: int) -> models.Batch:
+        with torch.inference_mode(mode=False):  # else no later backward could use it
+            batch = model.batch(rank, drawn_step(request.seed, step), micro)
+            return cast_floating(models.move(batch, device), dtype)
+
+    return drawn
 
 
 def virtual_batches(

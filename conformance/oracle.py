@@ -164,8 +164,7 @@ class VirtualRanks(InMemory):
                 add(old, new) for old, new in zip(w.native.gradients[rank], fresh, strict=True)
             ]
             w.native.waiting[rank] = [
-                self._added(old, new)
-                for old, new in zip(w.native.waiting[rank], fresh, strict=True)
+                self._added(old, new) for old, new in zip(w.native.waiting[rank], own, strict=True)
             ]
         if self.precision.lowers and not w.native.reduces:
             return
@@ -311,11 +310,17 @@ class VirtualRanks(InMemory):
         return by_fqn(w.module, self.reduced(w, w.native.last_micro))
 
     def _added(self, old: Tensor | None, new: Tensor | None) -> Tensor | None:
-        """What waits after a backward; a unit that is called twice may add in another order."""
-        found = add(old, new)
-        if found is None or old is None or self._nudge is None or self.precision.waiting is None:
-            return found
-        return nudged(found, self._nudge)
+        """What waits after a backward: a sum that is rounded once, to the dtype in which it waits.
+
+        Right is also who rounds what comes before adding it, and who adds a unit that is called
+        twice in another order.
+        """
+        waiting = self.precision.waiting
+        if old is None or new is None or waiting is None:
+            return add(old, self.precision.arrived(new))
+        if self._nudge is None:
+            return (old + new).to(waiting)
+        return nudged(old + new.to(waiting), self._nudge)
 
     def _computing(self, w: Wrapped) -> AbstractContextManager[None]:
         return self.precision.computing(w.module, w.native.exact)
@@ -326,7 +331,8 @@ class VirtualRanks(InMemory):
         w.native.units = units_of(w.module, w.native.unit_classes)
 
     def _none(self, w: Wrapped) -> list[list[Tensor | None]]:
-        return [[None] * len(trainable(w.module)) for _ in range(self.world)]
+        count = len(trainable(w.module))
+        return [[None] * count for _ in range(self.world)]
 
     def _take_over_buffers(self, w: Wrapped) -> None:
         if self.conventions.buffers == "rank0":

@@ -4,14 +4,15 @@ A seeded sample of the modules that need ranks, then those of pure arithmetic in
 measured which test runs which line, in ranks too, and kept beside the results; a mutant is then
 judged by the tests that run its line, quickest first. It is cosmic-ray's, stands in a copy of the
 tree, and is killed by an assertion or an exception of a test or not at all. The results file is
-added to line by line: the same command goes on where it was cut off. `--report` only prints what is
-there.
+added to line by line: the same command goes on where it was cut off, but for modules that have
+changed since. `--report` only prints what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,18 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _results(known: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the last result of each mutant, without kills by tests that fail by themselves."""
+    """Return the last result of each mutant, without kills by tests that fail by themselves.
+
+    Results of modules that have changed since, or are gone, are of other mutants.
+    """
     known = list(known)
     unsteady = {record["unsteady"] for record in known if "unsteady" in record}
     found = {record["key"]: record for record in known if "key" in record}
     return {
         key: record
         for key, record in found.items()
-        if record["outcome"] != KILLED or record["told"] not in unsteady
+        if (record["outcome"] != KILLED or record["told"] not in unsteady)
+        and record.get("source") == _source(record["module"])
     }
 
 
@@ -143,7 +148,6 @@ def _run(asked: argparse.Namespace, deadline: float) -> bool:
         for mutant, how, told, answer in session.answers(deadline):
             whole = mutant.place.module in listed.whole
             record = _record(mutant, how, told, answer) | {"whole": whole}
-            done.add(mutant.key)
             print(json.dumps(record), file=written, flush=True)
             say(f"{record['outcome']:12} {record['seconds']:5.1f} {mutant.key}  {told[:70]}")
         for name, why in session.unsteady.items():
@@ -153,7 +157,8 @@ def _run(asked: argparse.Namespace, deadline: float) -> bool:
                 flush=True,
             )
         print(json.dumps({"steady": sorted(session.steady)}), file=written, flush=True)
-    return all(mutant.key in done for mutant in left)
+    lost = any(r["outcome"] == KILLED and r["told"] in session.unsteady for r in results)
+    return not session.left and not lost
 
 
 def _tell(cover: Cover) -> None:
@@ -192,6 +197,7 @@ def _record(mutant: Mutant, how: str, told: str, answer: Answer | None) -> dict[
     return {
         "key": mutant.key,
         "module": mutant.place.module,
+        "source": _source(mutant.place.module),
         "line": mutant.line,
         "operator": mutant.place.operator,
         "old": mutant.old,
@@ -202,6 +208,13 @@ def _record(mutant: Mutant, how: str, told: str, answer: Answer | None) -> dict[
         "seconds": answer.seconds if answer else 0.0,
         "text": text[-300:],
     }
+
+
+@cache
+def _source(module: str) -> str:
+    """What tells a module's source from what it was or becomes."""
+    path = ROOT / module
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else ""
 
 
 def _header(asked: argparse.Namespace) -> dict[str, Any]:

@@ -159,12 +159,22 @@ class Bench:
                 if not witness.failures:
                     raise
                 code = 1
-            return code, {"failures": witness.failures}
+            return code, {"failures": witness.failures, "imports": _imports(order["module"])}
         lines = Lines(self._copy, self._lines)
         fork_servers(_SPARES, lines.watch_ranks)
         surveyor = Surveyor(lines, order["survey"])
         code = int(pytest.main(options, plugins=[*plugins, surveyor]))
         return code, {name: getattr(surveyor, name) for name in ("tests", "left", "long")}
+
+
+def _imports(module: str) -> bool:
+    """Whether a module of the tree, named by its path, is imported or can be."""
+    try:
+        if module:
+            importlib.import_module(module.removesuffix(".py").replace("/", "."))
+    except Exception:
+        return False
+    return True
 
 
 def _make_optimizers() -> None:

@@ -135,7 +135,8 @@ def within(tests: Sequence[Test], seconds: float) -> list[Test]:
 class Survey:
     """Files of tests at work, to be measured.
 
-    A file that was measured on this package and with these tests is not run again.
+    A file that was measured on this package and with these tests, and what they share, is not run
+    again.
     """
 
     def __init__(self, crew: Crew, root: Path, files: Sequence[str], kept: Path) -> None:
@@ -143,7 +144,9 @@ class Survey:
         self._crew, self._kept = crew, kept
         self._cover = Cover()
         self._waiting: Counter[str] = Counter()
-        state = _digest(root.glob("fsdp/**/*.py"))
+        measured = {root / file for file in files}
+        shared = (path for path in root.glob("tests/**/*.py") if path not in measured)
+        state = _digest([*root.glob("fsdp/**/*.py"), *shared])
         self._stamps = {file: f"{state} {_digest([root / file])}" for file in files}
         known = {(record["file"], record["of"]): record for record in _read(kept)}
         for file in sorted(files, key=lambda file: -(root / file).stat().st_size):

@@ -63,6 +63,7 @@ class Answer:
         seconds: of the run.
         failures: "test", "when", "ranks" (verdict on its last job), "text" of each.
         output: its end, if it did not pass.
+        imports: whether the changed module could be imported.
         tests: of a survey: what was measured, by id.
         left: of a survey: ids of the tests that did not begin.
         long: of a survey: ids of the tests that are left out unless asked for.
@@ -73,6 +74,7 @@ class Answer:
     seconds: float
     output: str
     failures: Sequence[dict[str, str]] = ()
+    imports: bool = True
     tests: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     left: Sequence[str] = ()
     long: Sequence[str] = ()
@@ -194,7 +196,8 @@ class Crew:
         bench = self._benches[number]
         assert bench.stdin is not None
         try:
-            told = {name: getattr(order, name) for name in ("files", "tests", "survey", "limit")}
+            names = ("files", "tests", "survey", "limit", "module")
+            told = {name: getattr(order, name) for name in names}
             print(json.dumps(told), file=bench.stdin)
             bench.stdin.flush()
             return self._hear(number, order.limit + _GRACE)

@@ -31,6 +31,7 @@ class Session:
     Attributes:
         steady: tests that have killed and pass by themselves without a mutant.
         unsteady: those that do not, and why. Their kills do not count, and are tried again.
+        left: keys of the mutants that have come to nothing yet.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Session:
         """Ask for all runs; each mutant's tests take at most about `seconds`, `long` ones too."""
         self.steady: set[str] = set()
         self.unsteady: dict[str, str] = {}
+        self.left: set[str] = set()
         self._crew, self._cover = crew, cover
         self._seconds, self._long = seconds, long
         self._mutants = {mutant.key: mutant for mutant in mutants}
@@ -55,8 +57,10 @@ class Session:
         self._killed: dict[str, list[Mutant]] = {}
         for canary in canaries:
             line, text = canary.changed(ROOT)
-            tests = self._able(canary.module, line)
-            self._put(f"{_CANARY}{canary.module}:{line}", tests, canary.module, text)
+            tests, key = self._able(canary.module, line), f"{_CANARY}{canary.module}:{line}"
+            if not tests:
+                raise SpoiltError(f"{key}: {UNREACHED}")
+            self._put(key, tests, canary.module, text)
         for mutant in mutants:
             self._ask(mutant)
 
@@ -68,8 +72,7 @@ class Session:
         Raises:
             SpoiltError: a canary lives.
         """
-        for mutant in self._unreached:
-            yield mutant, SURVIVED, UNREACHED, None
+        yield from self._survivors()
         for answer in self._crew.answers(deadline):
             how, told = outcome(answer)
             key = answer.order.key
@@ -79,16 +82,19 @@ class Session:
                     raise SpoiltError(f"{key} is {how} and must be {KILLED}; {answer.output}")
             elif key.startswith(_ALONE):
                 self._judge_test(key.removeprefix(_ALONE), how, answer)
+                yield from self._survivors()
             else:
                 mutant = self._mutants[key]
                 if how == KILLED and told in self.unsteady:
                     self._ask(mutant)
+                    yield from self._survivors()
                     continue
                 if how == KILLED:
                     self._killed.setdefault(told, []).append(mutant)
                     self.try_alone(told)
                 if how == SURVIVED:
                     told = f"{len(answer.order.tests)} of {self._of[key]} tests that may tell"
+                self.left.discard(key)
                 yield mutant, how, told, answer
 
     def try_alone(self, test: str) -> None:
@@ -103,7 +109,15 @@ class Session:
         order = Order(key=_ALONE + test, files=(file,), tests=(test,), limit=_MORE, first=True)
         self._crew.put(order)
 
+    def _survivors(self) -> Iterator[tuple[Mutant, str, str, None]]:
+        """Yield the mutants that no test reaches, or none any more."""
+        while self._unreached:
+            mutant = self._unreached.pop()
+            self.left.discard(mutant.key)
+            yield mutant, SURVIVED, UNREACHED, None
+
     def _ask(self, mutant: Mutant) -> None:
+        self.left.add(mutant.key)
         tests = self._able(mutant.place.module, mutant.line)
         if self._long:
             tests += self._cover.perhaps(mutant.place.module)

@@ -14,17 +14,19 @@ KILLED, SURVIVED = "killed", "survived"
 UNIMPORTABLE, TIME_OUT, HARNESS = "unimportable", "time-out", "harness"
 OUTCOMES = (KILLED, SURVIVED, TIME_OUT, HARNESS, UNIMPORTABLE)
 _TESTS_FAILED = (1, 2)
-_COLLECTION_FAILED = (1, 2, 4)
 _UNSTABLE = re.compile(r"DeadlineExceeded|FlakyFailure|hypothesis\.errors|MemoryError")
+_TIMED_OUT = re.compile(r"^E\s+[\w.]*Time(outExpired|outError|dOut)\b", re.M)
 
 
 def outcome(answer: Answer) -> tuple[str, str]:
     """Return how a run ended, and the test that told or what happened instead.
 
     Killed is only what an assertion or an exception of a test has told. Ranks that hang, die or
-    lose each other are `time-out` and `harness`, as is a run that ends in another way, unless a
-    later test tells.
+    lose each other are `time-out` and `harness`, as are a file of tests that cannot be imported and
+    a run that ends in another way, unless a later test tells.
     """
+    if not answer.imports:
+        return UNIMPORTABLE, answer.order.module
     found = [_of_failure(failure, answer.exit) for failure in answer.failures]
     kill = next((each for each in found if each[0] == KILLED), None)
     if kill is not None:
@@ -37,14 +39,14 @@ def outcome(answer: Answer) -> tuple[str, str]:
 
 
 def _of_failure(failure: Mapping[str, str], status: int | None) -> tuple[str, str]:
-    if failure["when"] == "collect" and status in _COLLECTION_FAILED:
-        return UNIMPORTABLE, failure["test"]
     if status not in _TESTS_FAILED:
         return HARNESS, f"exit status {status}: {failure['text'][-200:]}"
     if failure["ranks"] in LOST:
         kind = TIME_OUT if failure["ranks"] == "HANG" else HARNESS
         return kind, f"{failure['ranks']} in {failure['test']}"
-    if _UNSTABLE.search(failure["text"]):
+    if _TIMED_OUT.search(failure["text"]):
+        return TIME_OUT, failure["test"]
+    if failure["when"] == "collect" or _UNSTABLE.search(failure["text"]):
         return HARNESS, failure["test"]
     return KILLED, failure["test"]
 

@@ -28,7 +28,7 @@ from conformance.mutants import mutant_named
 from conformance.report.text import indented, number
 from conformance.session import Session, Setting
 from conformance.subject import Subject
-from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED, Finding, Verdict
+from conformance.verdicts import BAD, EXIT_BAD, EXIT_OK, EXIT_UNDECIDED, Finding, Verdict
 from conformance.work import variants_of
 
 
@@ -90,7 +90,11 @@ def fuzz_command(adapter: str, options: FuzzOptions) -> int:
 
 
 class Judged:
-    """Runs and judges examples, and counts what came of them; keeps no history."""
+    """Runs and judges examples, and counts what came of them; keeps no history.
+
+    What went wrong is run again when it is asked for again, so that a search sees whether it does
+    so every time.
+    """
 
     def __init__(self, session: Session, expectations: Expectations, *, with_control: bool) -> None:
         """Nothing is run yet; see `Matrix` for the arguments."""
@@ -110,16 +114,18 @@ class Judged:
     def __call__(self, item: Item) -> Sequence[Finding]:
         """The findings of one example."""
         key = (item.subject, str(item.planned.case))
-        if key not in self._known:
-            found = [one.finding for one in self._matrix.report(item)]
+        if key in self._known:
+            return self._known[key]
+        found = [one.finding for one in self._matrix.report(item)]
+        if all(finding.verdict not in BAD for finding in found):
             self._known[key] = found
-            self.checks += sum(f.verdict is Verdict.PASS for f in found)
-            for finding in found:
-                if finding.verdict is Verdict.ERROR:
-                    self.faults.setdefault(finding.sentence, finding)
-            for folder in self._directory.iterdir():
-                shutil.rmtree(folder, ignore_errors=True)
-        return self._known[key]
+        self.checks += sum(f.verdict is Verdict.PASS for f in found)
+        for finding in found:
+            if finding.verdict is Verdict.ERROR:
+                self.faults.setdefault(finding.sentence, finding)
+        for folder in self._directory.iterdir():
+            shutil.rmtree(folder, ignore_errors=True)
+        return found
 
 
 class Hunt:

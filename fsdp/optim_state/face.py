@@ -105,7 +105,13 @@ class OptimizerStates(LegacyOptimizerStates):
 
 
 def _has_names(state: dict[str, Any]) -> bool:
-    return isinstance(next(iter(state.get("state", ())), None), str)
+    """Whether names stand for parameters: the groups tell, since a state may have other keys too.
+
+    Without groups any number tells that the names beside it belong to no parameter.
+    """
+    held = [key for group in state.get("param_groups", ()) for key in group["params"]]
+    keys = held or list(state.get("state", ()))
+    return bool(keys) and all(isinstance(key, str) for key in keys)
 
 
 def _request(names: Names, group: dist.ProcessGroup | None) -> Request:

@@ -22,12 +22,15 @@ from tests.fsdp.plain import Stack, batch, loss_of, whole
 from tests.fsdp.ranks import on_ranks
 from tests.reshard.faces import everything, made, same
 
-FACES = ["flat", "flat_one", "original", "fully", "fully_root", "plain", "no_shard"]
+HYBRID = ["hybrid", "fully_hybrid"]
+FACES = ["flat", "flat_one", "original", "fully", "fully_root", "plain", "no_shard", *HYBRID]
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.05, amsgrad=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1, fused=True),
+    "foreach": lambda p: torch.optim.Adam(p, lr=0.05, amsgrad=True, foreach=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.02, weight_decay=0.1),
@@ -50,13 +53,22 @@ class Case:
     dtype: torch.dtype
     way: str
 
+    @property
+    def worlds(self) -> tuple[int, int]:
+        """Ranks of the source and of the target: of two rows each, if they are hybrid."""
+        return _ranks(self.source, self.one), _ranks(self.target, self.other)
+
+
+def _ranks(face: str, count: int) -> int:
+    return count + count % 2 if face in HYBRID else count
+
 
 CASES = st.builds(
     Case,
     source=st.sampled_from(FACES),
     target=st.sampled_from(FACES),
-    one=st.integers(1, 3),
-    other=st.integers(1, 3),
+    one=st.integers(1, 4),
+    other=st.integers(1, 4),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     blocks=st.integers(1, 2),
     hidden=st.integers(1, 9),
@@ -101,7 +113,7 @@ class Trip:
     def __init__(self, case: Case, path: str) -> None:
         self.case, self.path, self.count = case, path, 0
         self.groups: dict[int, Any] = {}
-        for world in (case.one, case.other):
+        for world in case.worlds:
             self.groups[world] = dist.new_group(list(range(world)))
 
     def make(self, face: str, world: int, seed: int) -> tuple[Any, Any]:
@@ -127,14 +139,15 @@ class Trip:
 
 def _trip(context: RankContext, *, case: Case, path: str) -> None:
     trip = Trip(case, path)
-    source = trip.make(case.source, case.one, seed=7)
+    one, other = case.worlds
+    source = trip.make(case.source, one, seed=7)
     if source[0] is not None:
         step(*source, 0)
         step(*source, 1)
-    target = trip.make(case.target, case.other, seed=8)
-    trip.go(source, target, (case.one, case.other))
-    again = trip.make(case.source, case.one, seed=9)
-    trip.go(target, again, (case.other, case.one))
+    target = trip.make(case.target, other, seed=8)
+    trip.go(source, target, (one, other))
+    again = trip.make(case.source, one, seed=9)
+    trip.go(target, again, (other, one))
     if source[0] is not None:
         # W -> W' -> W: the same bits, and the same bits after the uninterrupted step.
         same(told(again), told(source))
@@ -178,8 +191,9 @@ QUICK = settings(
 
 
 def check(case: Case) -> None:
+    fresh = "fully_hybrid" in (case.source, case.target)
     with tempfile.TemporaryDirectory() as path:
-        on_ranks(_trip, max(case.one, case.other), case=case, path=path)
+        on_ranks(_trip, max(case.worlds), fresh=fresh, case=case, path=path)
 
 
 STATE_FROM_THE_START = Case(
@@ -196,8 +210,23 @@ STATE_FROM_THE_START = Case(
 )
 
 
+HYBRID_IN_ANOTHER_WORLD = Case(
+    source="hybrid",
+    target="fully_hybrid",
+    one=4,
+    other=2,
+    optimizer="fused",
+    blocks=2,
+    hidden=5,
+    frozen=1,
+    dtype=torch.float64,
+    way="sharded",
+)
+
+
 @given(CASES)
 @example(STATE_FROM_THE_START)
+@example(HYBRID_IN_ANOTHER_WORLD)
 @QUICK
 def test_there_and_back_and_one_step(case: Case) -> None:
     check(case)

@@ -13,11 +13,16 @@ from conformance.adapter import CAPABILITIES
 from conformance.adapters import make_adapter
 from conformance.causes import Cause
 from conformance.checks import CHECKS
+from conformance.cli.fuzzing import Judged
 from conformance.drawing import examples
+from conformance.expectations import Expectations
 from conformance.fuzz import ROUND, Judge, Search, kind_of
 from conformance.item import Item
+from conformance.matrix import Matrix
 from conformance.models import case
+from conformance.report.lines import Reported
 from conformance.scenarios.sequence import ACTS
+from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict
 
@@ -156,6 +161,24 @@ def test_what_is_wrong_once_only_is_said_to_be() -> None:
     assert not found.steady
     assert found.item is seen[4]
     assert found.tried == 5
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_the_command_runs_again_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, steady: bool
+) -> None:
+    runs: list[Item] = []
+
+    def report(_: Matrix, item: Item) -> list[Reported]:
+        runs.append(item)
+        wrong = len(runs) >= 5 if steady else len(runs) == 5
+        return [Reported(finding=finding(item, Verdict.FAIL if wrong else Verdict.PASS))]
+
+    monkeypatch.setattr(Matrix, "report", report)
+    session = Session(Setting(directory=tmp_path))
+    judged = Judged(session, Expectations(), with_control=False)
+    (found,) = search(judged, 5).deviations()
+    assert found.steady is steady
 
 
 def test_only_what_is_claimed_is_asked_for() -> None:

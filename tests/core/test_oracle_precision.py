@@ -19,6 +19,7 @@ from conformance.session import relevant
 SGD = OptimizerFactory(name="sgd", optimizer_class=torch.optim.SGD, defaults={"lr": 0.1})
 CONFIG = BuildConfig(device=torch.device("cpu"), world_size=2)
 SHORT = torch.bfloat16
+SHORT_STEP = torch.finfo(SHORT).eps  # between neighbours from one to two
 
 
 def loss(module: nn.Module, batch: Tensor) -> Tensor:
@@ -85,6 +86,38 @@ def test_micro_batches_wait_in_the_declared_dtype() -> None:
         assert torch.equal(trained(3, accumulates_as=declared)[1], expected)
 
 
+def waited(parts: tuple[float, ...], *, nudge: bool = False) -> float:
+    """What waits in bfloat16 after micro-batches whose gradients in float32 are `parts`."""
+    declared = Conventions(accumulates_as="bfloat16", reduced_as="bfloat16")
+    oracle = VirtualRanks(1, declared, frozenset(), seed=0, nudge=nudge)
+    module = nn.Linear(1, 1, bias=False)
+    w = oracle.build(module, SGD, BuildConfig(device=torch.device("cpu"), world_size=1))
+    with oracle.no_sync(w):
+        for part in parts:
+            oracle.backward(w, PerRank(((module.weight * part).sum(),)))
+    [[waiting]] = w.native.waiting
+    assert waiting is not None
+    assert waiting.dtype == SHORT
+    return float(waiting)
+
+
+WIDE = ((1.0,), (1.0, 0.6 * SHORT_STEP), (1.0, -(1.0 + 0.2 * SHORT_STEP)))
+
+
+@pytest.mark.parametrize("parts", WIDE)
+def test_a_wide_gradient_is_rounded_once_with_the_sum_that_waits(parts: tuple[float, ...]) -> None:
+    """Its own rounding would be lost in the sum, or be all that is left of one that cancels."""
+    assert waited(parts) == pytest.approx(float(torch.tensor(sum(parts)).to(SHORT)), rel=1e-6)
+
+
+def test_who_rounds_each_micro_batch_first_is_within_the_noise() -> None:
+    """A gradient of zero, or of a rounding, is a whole step of Adam's or none."""
+    parts = (1.0, -(1.0 + 0.2 * SHORT_STEP))
+    rounded_first = sum(float(torch.tensor(part).to(SHORT)) for part in parts)
+    assert waited(parts) != rounded_first
+    assert waited(parts, nudge=True) == rounded_first
+
+
 def test_master_weights_keep_what_a_low_dtype_would_lose() -> None:
     small = OptimizerFactory(name="sgd", optimizer_class=torch.optim.SGD, defaults={"lr": 1e-6})
     declared = Conventions(computes_as="bfloat16", casts_inputs="root")
@@ -111,7 +144,7 @@ def test_results_are_cast_as_declared() -> None:
 
 
 def test_only_what_lies_next_to_a_boundary_of_rounding_goes_to_the_other_side() -> None:
-    step = torch.finfo(SHORT).eps  # between neighbours from one to two
+    step = SHORT_STEP
     eps = torch.finfo(torch.float32).eps
     middle = 1 + step / 2
     weight = torch.tensor([1.0, middle - 4 * eps, middle + 4 * eps, middle - 64 * eps])

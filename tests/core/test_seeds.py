@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from conformance.adapter import Conventions
 from conformance.execute import STEPS_OF_A_SEED, OracleRequest, drawn_step, own_batches
-from conformance.models import case
+from conformance.models import Batch, case
 
 
 def batches_of(seed: int, model: str = "mlp") -> list[torch.Tensor]:
+    draw = drawing_of(seed, model)
+    return [draw(step, micro)[0] for step in range(2) for micro in range(2)]
+
+
+def drawing_of(seed: int, model: str = "mlp") -> Callable[[int, int], Batch]:
     request = OracleRequest(
         world=2,
         conventions=Conventions(),
@@ -19,8 +26,7 @@ def batches_of(seed: int, model: str = "mlp") -> list[torch.Tensor]:
         seed=seed,
         directory="",
     )
-    draw = own_batches(request, 1, torch.device("cpu"), torch.float32)
-    return [draw(step, micro)[0] for step in range(2) for micro in range(2)]
+    return own_batches(request, 1, torch.device("cpu"), torch.float32)
 
 
 def test_seed_0_draws_what_the_model_case_draws() -> None:
@@ -38,3 +44,11 @@ def test_whose_turn_it_is_does_not_depend_on_the_seed(seed: int) -> None:
     turns = [case("varying").batch(0, drawn_step(s, 3), 1)[2] % 2 for s in (0, seed)]
     assert torch.equal(*turns)
     assert STEPS_OF_A_SEED % 2 == 0
+
+
+def test_a_batch_first_asked_for_in_inference_can_still_be_trained_on() -> None:
+    draw = drawing_of(0)
+    with torch.inference_mode():
+        inputs, _ = draw(0, 0)
+    assert draw(0, 0)[0] is inputs
+    (inputs @ torch.ones(inputs.shape[1], 1, requires_grad=True)).sum().backward()

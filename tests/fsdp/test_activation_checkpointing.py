@@ -6,6 +6,7 @@ The checkpoint wrappers are torch's; the model without any of ours and theirs is
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.fsdp.plain import (
     batch,
     build,
     loss_of,
+    optimizer_of,
     train_plain,
     train_sharded,
     whole,
@@ -410,3 +412,59 @@ def test_a_checkpoint_keeps_less_for_backward(face: str, kind: CheckpointImpl) -
     without = on_ranks(_kept_for_backward, 2, face=face, kind=None)
     found = on_ranks(_kept_for_backward, 2, face=face, kind=kind)
     assert max(found) < min(without) / 2, f"{found} bytes, {without} without a checkpoint"
+
+
+class Sometimes(nn.Module):
+    """Blocks that run again, one that never runs, and one that every second micro-batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.never, self.second, self.last = (Residual() for _ in range(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.first(x)
+        if self.calls % 2:
+            x = self.second(x)
+        return self.last(x)
+
+
+def _sometimes(context: RankContext, kind: CheckpointImpl) -> list[list[int]]:
+    """Gathers of each micro-batch, of each step but the first, which compares ranks as well."""
+    model, plain = build(Sometimes), build(Sometimes)
+    for name, block in list(model.named_children()):
+        setattr(model, name, fully_shard(checkpoint_wrapper(block, checkpoint_impl=kind)))
+    fully_shard(model)
+    gathers = []
+
+    def loss(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return loss_of(each, x.clone().requires_grad_())
+
+    def note(*_: Any) -> None:
+        gathers.append(count(context, "all_gather"))
+
+    train_sharded(model, context.rank, micro=2, loss=loss, before_micro=note)
+    note()
+    ranks = context.world_size
+    optimizer = optimizer_of(plain.parameters())
+    for step in range(3):
+        for part in range(2):
+            for rank in range(ranks):
+                plain.calls = part
+                (loss_of(plain, batch(step, rank, part)) / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    got = dict(model.named_parameters())
+    for name, want in plain.named_parameters():
+        owner, rest = name.split(".", 1)
+        mine = got[f"{owner}._checkpoint_wrapped_module.{rest}"]
+        torch.testing.assert_close(whole(mine.detach()), want.detach(), rtol=2e-6, atol=2e-6)
+    each = [after - before for before, after in itertools.pairwise(gathers)]
+    return [each[2:4], each[4:]]
+
+
+@IMPLEMENTATION
+def test_the_order_stays_right_where_units_run_in_some_micro_batches(kind: CheckpointImpl) -> None:
+    # Forward and backward gather what runs, and nothing else.
+    assert agreed(_sometimes, 2, kind=kind) == [[2 * 3, 2 * 2]] * 2

@@ -15,7 +15,7 @@ from conformance.ranks import RankContext
 from fsdp import comm_hooks
 from fsdp.wrap import CustomPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
-from fsdp.wrapper_options import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp.wrapper_options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from tests.fsdp.plain import Residual, batch, build, loss_of, optimizer_of, train_plain
 from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
@@ -122,9 +122,16 @@ def test_the_users_changes_to_waiting_gradients_count(change: str, *, original: 
     on_ranks(_changed_while_held, 2, original=original, change=change)
 
 
-def _after_a_reduction(context: RankContext, *, original: bool, strategy: str) -> None:
+def _after_a_reduction(
+    context: RankContext, *, original: bool, strategy: str, prefetch: str | None
+) -> None:
     """Reduced gradients of before come back, and the waiting ones are added to them."""
-    model = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy[strategy])
+    model = wrapped(
+        use_orig_params=original,
+        sharding_strategy=ShardingStrategy[strategy],
+        backward_prefetch=prefetch and BackwardPrefetch[prefetch],
+        forward_prefetch=prefetch is not None,
+    )
     optimizer = optimizer_of(model.parameters())
     plain = build()
     other = optimizer_of(plain.parameters())
@@ -149,10 +156,12 @@ def _after_a_reduction(context: RankContext, *, original: bool, strategy: str) -
 
 @ORIGINAL
 @STRATEGIES
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 def test_reduced_and_waiting_gradients_add_up_in_any_order(
-    strategy: str, *, original: bool
+    strategy: str, prefetch: str | None, *, original: bool
 ) -> None:
-    on_ranks(_after_a_reduction, 2, original=original, strategy=strategy)
+    given = {"original": original, "strategy": strategy, "prefetch": prefetch}
+    on_ranks(_after_a_reduction, 2, **given)
 
 
 def _dropped_with_the_reduced(context: RankContext, *, original: bool) -> None:

@@ -191,3 +191,45 @@ def _looked_for(context: RankContext) -> int:
 
 def test_what_nobody_has_changed_is_not_taken_in_again() -> None:
     assert agreed(_looked_for, 2) == 0
+
+
+def _stages(context: RankContext, *, original: bool) -> list[list[str]]:
+    """Which modules are filled, and what they are made of by then; then the values of all ranks."""
+    with torch.device("meta"):
+        model = build()
+    filled: list[list[str]] = []
+
+    def fill(module: nn.Module) -> None:
+        children = sorted({type(child).__name__ for child in module.children()})
+        filled.append([type(module).__name__, *children])
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                tensor.fill_(context.rank + 1.0)
+
+    made = wrapped(
+        lambda: model,
+        param_init_fn=fill,
+        sync_module_states=True,
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+    with FSDP.summon_full_params(made, writeback=False):
+        values = {v for p in made.parameters() for v in p.unique().tolist()}
+    found = [*filled, sorted(map(str, values))]
+    found.append(sorted({name.split(".")[-1] for name, _ in made.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("original", "names"), [(False, ["_flat_param"]), (True, ["bias", "weight"])]
+)
+def test_inner_units_come_first_and_each_is_filled_then_broadcast_then_flattened(
+    names: list[str], *, original: bool
+) -> None:
+    block = [["LayerNorm"], ["Linear"], ["Linear"], ["Residual", "LayerNorm", "Linear"]]
+    *filled, values, found = agreed(_stages, 2, original=original)
+    assert sorted(filled[:4]) == sorted(filled[4:8]) == block
+    assert "Stack" in {kind for kind, *_ in filled[8:]}
+    assert values == ["1.0"]
+    assert found == names

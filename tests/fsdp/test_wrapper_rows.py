@@ -244,6 +244,7 @@ def _low_memory(context: RankContext, strategy: str, *, original: bool) -> list[
     for step in range(2):
         loss_of(model, batch(step, context.rank)).backward()
         handle.remove()
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
         model.zero_grad()
         # The backend's threads let go of what was sent a moment after it has arrived.
         patience = 50
@@ -255,7 +256,7 @@ def _low_memory(context: RankContext, strategy: str, *, original: bool) -> list[
 
 
 @ORIGINAL
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_nothing_in_low_precision_is_kept_between_iterations(
     strategy: str, *, original: bool
 ) -> None:

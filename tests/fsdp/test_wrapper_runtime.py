@@ -15,7 +15,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from fsdp.wrapper_options import MixedPrecision, ShardingStrategy
 from tests.fsdp.plain import Residual, Stack, batch, build, loss_of, train_plain
-from tests.fsdp.ranks import agreed, count, on_ranks
+from tests.fsdp.ranks import agreed, count, error_of, on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL, agrees, train, wrapped
 
 UNITS = 3  # the root, which has parameters of its own, and two blocks
@@ -234,3 +234,30 @@ class Both(nn.Module):
 @ORIGINAL
 def test_a_unit_without_gradients_is_sharded_again(*, original: bool) -> None:
     on_ranks(_half_used, 2, original=original)
+
+
+def _parts(context: RankContext, *, original: bool) -> list[list[str]]:
+    """What a layer says when it runs alone: before, and after an iteration; then all is well."""
+    model, plain = wrapped(use_orig_params=original), build()
+
+    def alone() -> list[str]:
+        return error_of(lambda: model.blocks[0].module.up(batch(0, context.rank)))
+
+    model.check_is_root()
+    found = [alone()]
+    loss_of(model, batch(0, context.rank)).backward()
+    found.append(alone())
+    with FSDP.summon_full_params(model):
+        found.append(alone())
+    model.zero_grad()
+    train(model, context.rank)
+    train_plain(plain, context.world_size)
+    agrees(model, plain)
+    return found
+
+
+@ORIGINAL
+def test_a_part_of_a_sharded_unit_raises_when_it_runs_alone(*, original: bool) -> None:
+    for before, after, whole in on_ranks(_parts, 2, original=original):
+        assert before[0] == after[0] == "RuntimeError"
+        assert whole == ["", ""]

@@ -13,14 +13,16 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import fsdp as torch_fsdp
 
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel
-from tests.fsdp.ranks import agreed
-from tests.interop.wrapper_scripts import IMPORTS, SCRIPTS
+from tests.fsdp.ranks import agreed, on_ranks
+from tests.interop.wrapper_scripts import DEVICE_SCRIPTS, IMPORTS, SCRIPTS
 
 PACKAGES = ("torch.distributed.fsdp", "fsdp")
+ALL = SCRIPTS | DEVICE_SCRIPTS
 
 
 FRAGMENTS = (
@@ -61,7 +63,7 @@ def kept(package: str, script: str) -> list[Any]:
 
 def _differences(context: RankContext, script: str) -> list[str]:
     del context
-    theirs, ours = (kept(package, SCRIPTS[script]) for package in PACKAGES)
+    theirs, ours = (kept(package, ALL[script]) for package in PACKAGES)
     wrong = [
         f"torch {one!r:.300}, ours {other!r:.300}"
         for one, other in zip(theirs, ours, strict=False)
@@ -76,6 +78,25 @@ def _differences(context: RankContext, script: str) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_keeps_the_same_with_either_import(script: str) -> None:
     assert agreed(_differences, 2, fresh="mesh" in SCRIPTS[script], script=script) == []
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+@pytest.mark.parametrize("script", DEVICE_SCRIPTS)
+def test_a_script_keeps_the_same_on_accelerators(script: str) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    assert agreed(_differences, 2, device=accelerator.type, script=script) == []
+
+
+def _ours(context: RankContext, script: str) -> list[Any]:
+    del context
+    return kept("fsdp", DEVICE_SCRIPTS[script])
+
+
+@pytest.mark.parametrize("script", DEVICE_SCRIPTS)
+def test_what_torchs_refuses_on_the_cpu_ours_does_there(script: str) -> None:
+    for found in on_ranks(_ours, 2, script=script):
+        assert "loss" in {what for what, *_ in found}
 
 
 def arguments_used() -> set[str]:

@@ -1,7 +1,7 @@
 """The scripts of `test_wrapper_scripts`: the first part of each, and what follows it.
 
 They see `keep(what, value)`, by which they leave what is compared. Offloading and
-`sync_module_states` are not among them: PyTorch refuses both on the CPU.
+`sync_module_states` have scripts of their own: PyTorch refuses both on the CPU.
 """
 
 from __future__ import annotations
@@ -427,3 +427,42 @@ def twice():
 fails(twice, "")
 """,
 }
+
+DEVICE = """
+policy = ModuleWrapPolicy({Block})
+device = torch.accelerator.current_accelerator() or CPU
+if device != CPU:
+    device = torch.device(device.type, torch.accelerator.current_device_index())
+"""
+
+DEVICE_SCRIPTS: dict[str, str] = {
+    "offload": f"""
+{DEVICE}
+for original in (False, True):
+    model = FSDP(
+        make(), device_id=device, auto_wrap_policy=policy, use_orig_params=original,
+        cpu_offload=CPUOffload(offload_params=True),
+    )
+    train(model, max_norm=0.3)
+    loss = model(data(3).to(device)).pow(2).mean()
+    assert loss.device == device
+    loss.backward()
+    for p in model.parameters():
+        assert p.device == CPU and (p.grad is None or p.grad.device == CPU)
+    look(model)
+""",
+    "sync": f"""
+{DEVICE}
+first = make(seed=0).state_dict()
+for original in (False, True):
+    model = FSDP(
+        make(seed=RANK), device_id=device, auto_wrap_policy=policy, use_orig_params=original,
+        sync_module_states=True,
+    )
+    state = model.state_dict()
+    assert all(torch.equal(state[name].cpu(), value) for name, value in first.items())
+    train(model)
+    look(model)
+""",
+}
+"""Only on accelerators torch takes these; there they show that the argument has an effect."""

@@ -23,10 +23,23 @@ from tests.draws import draws
 from tests.fsdp.ranks import on_ranks
 from tests.optim_state.running import FULL, SHARDED, assert_equal, form, quiet
 
-STATES: dict[str, tuple[str, ...]] = {
-    "Adam": ("exp_avg", "exp_avg_sq"),
-    "AdamW": ("exp_avg", "exp_avg_sq"),
-    "SGD": ("momentum_buffer",),
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# By name: the kind, its options, its states with one element for each of the parameter.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "adagrad": ("Adagrad", {}, ("sum",)),
+    "adam": ("Adam", {}, MOMENTS),
+    "adam_amsgrad": ("Adam", {"amsgrad": True}, (*MOMENTS, "max_exp_avg_sq")),
+    "adamw": ("AdamW", {}, MOMENTS),
+    "adamw_foreach": ("AdamW", {"foreach": True}, MOMENTS),
+    "adamw_fused": ("AdamW", {"fused": True, "amsgrad": True}, (*MOMENTS, "max_exp_avg_sq")),
+    "nadam": ("NAdam", {}, MOMENTS),
+    "rmsprop": ("RMSprop", {}, ("square_avg",)),
+    "rmsprop_centered": (
+        "RMSprop",
+        {"momentum": 0.9, "centered": True},
+        ("square_avg", "momentum_buffer", "grad_avg"),
+    ),
+    "sgd": ("SGD", {"momentum": 0.9}, ("momentum_buffer",)),
 }
 
 
@@ -41,6 +54,7 @@ class Case:
     groups: int
     dtype: torch.dtype
     without: int  # a layer whose unit has no state; none, if there is no such layer
+    frozen: tuple[bool, ...]  # by layer; the optimizer does not hold these
     world: int
 
 
@@ -51,17 +65,21 @@ def _cases() -> st.SearchStrategy[Case]:
         widths=st.tuples(*[st.integers(1, 7)] * 5),
         own=st.tuples(flags, flags),
         original=st.tuples(st.booleans(), st.booleans()),
-        optimizer=st.sampled_from(sorted(STATES)),
+        optimizer=st.sampled_from(sorted(OPTIMIZERS)),
         groups=st.integers(1, 3),
         dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
         without=st.integers(0, 9),
+        frozen=flags.filter(lambda frozen: not all(frozen)),  # no optimizer holds nothing
         world=st.integers(1, 3),
     )
 
 
 def _layers(case: Case) -> nn.Sequential:
     pairs = itertools.pairwise(case.widths)
-    return nn.Sequential(*(nn.Linear(i, o) for i, o in pairs)).to(case.dtype)
+    layers = nn.Sequential(*(nn.Linear(i, o) for i, o in pairs)).to(case.dtype)
+    for layer, frozen in zip(layers, case.frozen, strict=True):
+        layer.requires_grad_(not frozen)
+    return layers
 
 
 def _wrapped(case: Case, side: int) -> FSDP:
@@ -69,6 +87,8 @@ def _wrapped(case: Case, side: int) -> FSDP:
     chosen = {layer for layer, own in zip(layers, case.own[side], strict=True) if own}
     # A layer without state has a unit of its own: of flat-mates all have state, or none.
     chosen |= {layer for number, layer in enumerate(layers) if number == case.without}
+    if not case.original[side]:  # one flat parameter is trained or is not
+        chosen |= {layer for layer, frozen in zip(layers, case.frozen, strict=True) if frozen}
     with quiet():
         return FSDP(
             layers,
@@ -78,10 +98,11 @@ def _wrapped(case: Case, side: int) -> FSDP:
 
 
 def _optimizer(case: Case, model: nn.Module, groups: int) -> torch.optim.Optimizer:
-    params = list(model.parameters())
+    params = [param for param in model.parameters() if param.requires_grad]
     parts = [{"params": params[i::groups], "lr": 0.1 * (i + 1)} for i in range(groups)]
-    kind = getattr(torch.optim, case.optimizer)
-    found: torch.optim.Optimizer = kind([part for part in parts if part["params"]], lr=0.1)
+    kind, options, _ = OPTIMIZERS[case.optimizer]
+    held = [part for part in parts if part["params"]]
+    found: torch.optim.Optimizer = getattr(torch.optim, kind)(held, lr=0.1, **options)
     return found
 
 
@@ -90,14 +111,16 @@ def _drawn(case: Case) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(len(case.widths))
     found: dict[str, Any] = {}
     for name, param in _layers(case).named_parameters():
-        if int(name.split(".")[0]) == case.without:
+        if int(name.split(".")[0]) == case.without or not param.requires_grad:
             continue
         found[name] = {
             state: torch.randn(param.shape, generator=generator).to(param.dtype)
-            for state in STATES[case.optimizer]
+            for state in OPTIMIZERS[case.optimizer][2]
         }
-        if case.optimizer != "SGD":
+        if case.optimizer != "sgd":
             found[name]["step"] = torch.tensor(3.0)
+        if case.optimizer == "nadam":  # loaded in the parameter's dtype, by any optimizer
+            found[name]["mu_product"] = torch.tensor(0.5, dtype=param.dtype)
     return found
 
 

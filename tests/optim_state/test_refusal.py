@@ -339,11 +339,12 @@ def _on_dtensors(context: RankContext, name: str) -> str:
     [
         ("trust_ratio", "right"),
         ("global_norm", "right"),
-        ("adafactor", ""),  # right, or an error of the operators, as the version has them
-        ("lbfgs", "Cannot flatten unevenly sharded tensor"),
+        # An error of the operators, which the version of torch words, or has no more.
+        ("adafactor", "right|Sharding propagation failed for aten.pow_.Scalar"),
+        ("lbfgs", "Sharding propagation failed for aten.view.default"),
     ],
 )
 def test_dtensors_are_stepped_on_as_whole_tensors_or_not_at_all(name: str, outcome: str) -> None:
     """They know what they are a part of: nothing has to be refused on them."""
     for text in on_ranks(_on_dtensors, 2, name=name):
-        assert outcome in text
+        assert any(each in text for each in outcome.split("|")), text

@@ -29,6 +29,7 @@ from tests.optim_state.running import (
     plain_step,
     quiet,
     step,
+    two_groups,
     wrapped,
 )
 
@@ -258,6 +259,37 @@ def test_a_users_own_entry_reaches_every_rank(*, original: bool) -> None:
     on_ranks(_user_key, 2, original=original)
 
 
+def _user_key_alone(context: RankContext, options: dict[str, Any], *, original: bool) -> None:
+    model = wrapped(use_orig_params=original)
+    optimizer = optimizer_for(model, "sgd", two_groups, **options)
+    step(model, optimizer, 0, context.rank)
+    given = optimizer.state_dict()
+    given["state"] = {"mine": {"n": 1}} | given["state"]
+    bare = {"state": given["state"]}
+    wanted = FSDP.optim_state_dict(model, optimizer)
+    for state, groups in ((given, {"param_groups": wanted["param_groups"]}), (bare, {})):
+        with pytest.warns(UserWarning, match="Found a optim state, mine, that FSDP cannot process"):
+            found = FSDP.optim_state_dict(model, optimizer, state)
+        assert_equal(found.pop("state"), wanted["state"] | {"mine": {"n": 1}})
+        assert found == groups
+    loaded = FSDP.optim_state_dict_to_load(
+        model, optimizer, {"state": {"mine": {"n": 3}}}, load_directly=True
+    )
+    assert loaded == {"state": {"mine": {"n": 3}}}
+    assert optimizer.state_dict()["state"] == {"mine": {"n": 3}}
+    with pytest.warns(UserWarning, match="mine"):
+        again = FSDP.optim_state_dict(model, optimizer)
+    assert again["state"] == {"mine": {"n": 3}}
+
+
+@ORIGINAL
+@pytest.mark.parametrize("options", [{"momentum": 0.0}, {}], ids=["stateless", "momentum"])
+def test_a_users_own_entry_may_be_the_first_or_the_only_one(
+    options: dict[str, Any], *, original: bool
+) -> None:
+    on_ranks(_user_key_alone, 2, options=options, original=original)
+
+
 def _prefixes(context: RankContext, *, original: bool) -> None:
     """Checkpoint wrappers, inside and around, are not in the names."""
     inner = build()
@@ -351,6 +383,20 @@ def _by_names(context: RankContext) -> None:
 
 def test_an_optimizer_with_names_for_keys_saves_and_loads() -> None:
     on_ranks(_by_names, 3)
+
+
+def _names_before_a_step(context: RankContext) -> None:
+    model = Mixed(context.rank, original=True)
+    first = Named(model)
+    found = FSDP.optim_state_dict(model, first, {**first.state_dict(), "state": {}})
+    assert found["state"] == {}
+    names = [f"dense.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")]
+    names += [f"sparse{context.rank}.weight", f"sparse{context.rank}.bias"]
+    assert sorted(found["param_groups"][0]["params"]) == sorted(names)
+
+
+def test_names_for_keys_are_seen_before_there_is_a_state() -> None:
+    on_ranks(_names_before_a_step, 2)
 
 
 def _names_of_flat(context: RankContext) -> None:

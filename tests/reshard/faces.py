@@ -122,7 +122,7 @@ def made(
     ``group``: of these ranks, where making one for each model would take long.
     """
     if face in ("hybrid", "fully_hybrid"):
-        return _hybrid(face, ranks, seed)
+        return _hybrid(face, ranks, plain(seed) if model is None else model)
     if group is None:
         group = dist.new_group(list(ranks))
     if dist.get_rank() not in ranks:
@@ -162,7 +162,7 @@ def _composable(face: str, module: Any, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-def _hybrid(face: str, ranks: Sequence[int], seed: int) -> nn.Module | None:
+def _hybrid(face: str, ranks: Sequence[int], module: nn.Module) -> nn.Module | None:
     half = len(ranks) // 2
     rows = [list(ranks[:half]), list(ranks[half:])]
     shards = [dist.new_group(row) for row in rows]
@@ -171,7 +171,7 @@ def _hybrid(face: str, ranks: Sequence[int], seed: int) -> nn.Module | None:
     if rank not in ranks:
         return None
     shard = shards[0 if rank in rows[0] else 1]
-    module = plain(seed).to(default_device())
+    module = module.to(default_device())
     replica = replicas[(rows[0] if rank in rows[0] else rows[1]).index(rank)]
     if face == "hybrid":
         return _quiet(module, process_group=(shard, replica), **FLAT[face])
