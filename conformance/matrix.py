@@ -7,9 +7,8 @@ by the same loop. Must not know files of a report, nor how anything is printed.
 
 from __future__ import annotations
 
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,29 +33,6 @@ Histories = Callable[[Item], Path]
 """Runs the item, or finds its stored history; its folder."""
 
 
-class Turns:
-    """Which item a thread takes next: as they come, but a model stays with one thread.
-
-    Ranks belong to a thread, and what torch caches for the shapes of a model to them: with one
-    thread it is worked out once. A thread that has nothing else takes another's.
-    """
-
-    def __init__(self, items: Iterable[Item]) -> None:
-        """All of `items` are left."""
-        self._left = list(items)
-        self._owners: dict[str, int] = {}  # model -> thread
-        self._lock = threading.Lock()
-
-    def take(self) -> Item:
-        """The calling thread's next item; there must be one left."""
-        here = threading.get_ident()
-        with self._lock:
-            owners = [self._owners.get(item.planned.case.model, here) for item in self._left]
-            item = self._left.pop(owners.index(here) if here in owners else 0)
-            self._owners.setdefault(item.planned.case.model, here)
-        return item
-
-
 @dataclass(kw_only=True)
 class Matrix:
     """Judges items.
@@ -79,18 +55,13 @@ class Matrix:
 
     def run(self, items: Sequence[Item], *, jobs: int) -> Iterator[tuple[Item, list[Reported]]]:
         """Judge all items, `jobs` at a time; yields each as soon as it is judged."""
-        turns = Turns(items)
         executor = ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="case")
         try:
-            waiting = [executor.submit(self._report_next, turns) for _ in items]
+            waiting = {executor.submit(self.report, item): item for item in items}
             for done in as_completed(waiting):
-                yield done.result()
+                yield waiting[done], done.result()
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
-
-    def _report_next(self, turns: Turns) -> tuple[Item, list[Reported]]:
-        item = turns.take()
-        return item, self.report(item)
 
     def report(self, item: Item) -> list[Reported]:
         """What the log says about one item."""

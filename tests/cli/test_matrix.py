@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from conformance.checks import CHECKS
 from conformance.control import weigh
 from conformance.expectations import Expectation, Expectations
 from conformance.item import Item
-from conformance.matrix import Matrix, NotStored, Turns
-from conformance.models import case as model_named
+from conformance.matrix import Matrix, NotStored
 from conformance.mutants import MUTANTS
 from conformance.power import without_power
 from conformance.probes import claim_finding, probed_capabilities
@@ -209,33 +207,3 @@ def test_every_item_is_judged_once_whatever_the_number_of_threads(monkeypatch) -
     items = [replace(item(), subject=Subject(adapter=ADAPTER, variant=str(n))) for n in range(20)]
     done = [one.subject.variant for one, _ in matrix(histories=histories).run(items, jobs=3)]
     assert sorted(done) == sorted(judged) == sorted(str(n) for n in range(20))
-
-
-def turns_taken(models: str, threads: str) -> str:
-    """The models that `threads` take in turns, of items with these models; a letter is a name."""
-    turns = Turns([item(case=f"{model}/train") for model in models])
-    with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b:
-        taken = [{"a": a, "b": b}[thread].submit(turns.take).result() for thread in threads]
-    return "".join(one.planned.case.model for one in taken)
-
-
-@pytest.fixture
-def letters(monkeypatch) -> None:
-    """Names of models are letters, and no check asks what they are."""
-    monkeypatch.setattr("conformance.work.model_named", lambda name: model_named("mlp"))
-
-
-@pytest.mark.usefixtures("letters")
-@pytest.mark.parametrize(
-    ("models", "threads", "taken"),
-    [
-        ("xyz", "aaa", "xyz"),  # as they come
-        ("xxyy", "abab", "xyxy"),  # each model with one thread
-        ("xyxyz", "abbab", "xyyxz"),  # also when it comes again, before one that nobody has
-        ("xxx", "abb", "xxx"),  # rather another's than none
-    ],
-)
-def test_a_model_stays_with_one_thread_as_long_as_there_is_other_work(
-    models: str, threads: str, taken: str
-) -> None:
-    assert turns_taken(models, threads) == taken
