@@ -176,7 +176,7 @@ class DTensorExposure:
         found: torch.Tensor | None = param.registered()
         if not isinstance(found, DTensor) or not isinstance(found, nn.Parameter):
             raise ValueError(
-                f"parameter '{param.fqn or param.info.param_name}' was replaced after sharding by "
+                f"parameter '{param.name}' was replaced after sharding by "
                 f"{type(found).__name__}; wanted a DTensor Parameter with placements "
                 f"{param.spec.placements}. Use distribute_tensor on the mesh, or replace it before "
                 "sharding."
@@ -184,7 +184,7 @@ class DTensorExposure:
         spec = spec_of(found)
         if spec.placements != param.spec.placements or spec.shape != param.spec.shape:
             raise ValueError(
-                f"parameter '{param.fqn or param.info.param_name}' was replaced after sharding by "
+                f"parameter '{param.name}' was replaced after sharding by "
                 f"one of shape {tuple(spec.shape)} and placements {spec.placements}; wanted "
                 f"{tuple(param.spec.shape)} and {param.spec.placements}"
             )
@@ -217,8 +217,9 @@ class DTensorExposure:
         """Register DTensors over the smaller mesh: replicated over its groups, sharded inside."""
         for param, piece in zip(params, pieces, strict=True):
             shown = self._over_smaller_mesh(param, piece, info)
-            name = param.fqn or param.info.param_name
-            refuse_in_optimizers(shown, name, "were kept over a smaller mesh when it was made")
+            refuse_in_optimizers(
+                shown, param.name, "were kept over a smaller mesh when it was made"
+            )
             param.install(shown)
 
     def _over_smaller_mesh(

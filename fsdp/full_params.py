@@ -169,7 +169,7 @@ def _write_back(group: FSDPParamGroup, full: torch.Tensor, wholes: Sequence[torc
         if found.shape != whole.shape:
             raise RuntimeError(
                 "Cannot writeback when the parameter shape changes\n"
-                f"'{param.fqn or param.info.param_name}' expects {tuple(whole.shape)} but got "
+                f"'{param.name}' expects {tuple(whole.shape)} but got "
                 f"{tuple(found.shape)}"
             )
         if found.data_ptr() != whole.data_ptr() or found.stride() != whole.stride():

@@ -92,7 +92,7 @@ class OriginalExposure(BaseExposure):
             if found.shape != wanted:
                 raise RuntimeError(
                     "Cannot writeback when the parameter shape changes\n"
-                    f"'{param.fqn or param.info.param_name}' expects {tuple(wanted)} "
+                    f"'{param.name}' expects {tuple(wanted)} "
                     f"but got {tuple(found.shape)}"
                 )
             if found is not param.original:

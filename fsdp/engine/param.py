@@ -92,6 +92,11 @@ class FSDPParam:
         return f"FSDPParam(fqn={self.fqn}, orig_size={self.shape})"
 
     @property
+    def name(self) -> str:
+        """What messages call it: its FQN, once that is known."""
+        return self.fqn or self.info.param_name
+
+    @property
     def extent(self) -> Extent:
         """The parameter as the layout sees it, in elements."""
         if self.dim is None:

@@ -33,11 +33,7 @@ def check_ready(params: Sequence[FSDPParam], options: GroupOptions, group: str) 
 
 
 def _check_meta(params: Sequence[FSDPParam], options: GroupOptions) -> None:
-    names = [
-        param.fqn or param.info.param_name
-        for param in params
-        if options.exposure.local(param).device.type == "meta"
-    ]
+    names = [param.name for param in params if options.exposure.local(param).device.type == "meta"]
     if names:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but "

@@ -56,8 +56,7 @@ class WholeParams:
             # ``.data`` has a version counter of its own: refilling the buffer leaves the
             # counters alone that autograd compares with those of saved tensors.
             param.unsharded = self._exposure.leaf(param, whole.data)
-            name = param.fqn or param.info.param_name
-            refuse_in_optimizers(param.unsharded, name, "were whole when it was made")
+            refuse_in_optimizers(param.unsharded, param.name, "were whole when it was made")
 
     def _plan_for(self, layout: Layout) -> GatherPlan:
         info, world = self._info, self._info.shard_size
@@ -168,10 +167,10 @@ class WholeParams:
                 f"Resharding '{name}' to a smaller mesh is not supported for parameters with "
                 "all-gather extensions yet"
             )
-        plan = self._smaller_plan(info)
-        layout, starts = plan.layout, self._plan.layout.unsharded_offsets
+        starts = self._plan.layout.unsharded_offsets
         parts = []
         with torch.inference_mode(False), torch.no_grad():
+            layout = self._smaller_plan(info).layout
             kept = torch.zeros(
                 layout.shard_numel, dtype=self._buffer.data.dtype, device=self._device
             )
@@ -199,14 +198,8 @@ class WholeParams:
             (starts[column.param] if column.param is not None else None, column.width)
             for column in layout.columns
         ]
-        with torch.inference_mode(False), torch.no_grad():
-            plan = GatherPlan(
-                layout,
-                info.shard_rank,
-                info.shard_group,
-                self._buffer,
-                blocks=blocks,
-                in_place=False,
-            )
+        plan = GatherPlan(
+            layout, info.shard_rank, info.shard_group, self._buffer, blocks=blocks, in_place=False
+        )
         self._smaller = (info, plan)
         return plan
