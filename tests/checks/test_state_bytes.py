@@ -236,11 +236,21 @@ def test_a_meter_waits_only_while_more_is_alive_than_usual(
             freed.clear()
 
         monkeypatch.setattr("conformance.scenarios.live_bytes.time.sleep", sleep)
-        assert meter.read() == 1024
         assert meter.read(usual=1024) == 1024
         assert slept == []
         assert meter.read(usual=0) == 0
         assert len(slept) == 1
+
+
+def test_a_first_reading_takes_no_buffer_in_flight_for_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with metering(torch.device("cpu")) as meter:
+        kept, held = torch.zeros(64), [torch.zeros(64)]
+        monkeypatch.setattr(
+            "conformance.scenarios.live_bytes.time.sleep", lambda seconds: held.clear()
+        )
+        assert meter.read() == kept.nbytes
 
 
 def test_the_accelerator_s_meter_waits_until_a_watchdog_has_let_go(
