@@ -17,7 +17,7 @@ from conformance.checks.registry import check
 from conformance.checks.structure import hold_ties
 from conformance.explain import Suspect
 from conformance.history import Observation
-from conformance.scenarios.recipes import OVERFLOW
+from conformance.scenarios.recipes import OVERFLOW, ROW_OVERFLOW
 
 WITNESS = frozenset({"witness"})
 
@@ -95,7 +95,7 @@ def _compare_counts(evidence: Evidence, ledger: Ledger, what: str, noun: str) ->
     needs=frozenset({"scaler"}),
 )
 def scaler_together(evidence: Evidence, ledger: Ledger) -> None:
-    """An infinite loss on one rank keeps all ranks from stepping, and all lower the scale."""
+    """Infinities that one rank alone has keep all ranks from stepping, and all lower the scale."""
     for rank, seen, got in observed(evidence, "scale"):
         ledger.hold(
             got == seen.value,
@@ -109,17 +109,18 @@ def scaler_together(evidence: Evidence, ledger: Ledger) -> None:
             **seen.where,
         )
     for rank, seen, got in observed(evidence, "parameters"):
-        if seen.where["step"] != OVERFLOW:
+        step = seen.where["step"]
+        if step not in (OVERFLOW, ROW_OVERFLOW):
             continue
-        before = evidence.history.get(rank, "parameters", step=OVERFLOW - 1)
+        before = evidence.history.get(rank, "parameters", step=step - 1)
         for name, value in got.items():
             cause = Cause.RANKS_DIFFER if bool(value.isfinite().all()) else Cause.NON_FINITE
             ledger.hold(
                 name in before and torch.equal(value, before[name]),
                 moment=seen.moment,
                 cause=cause,
-                sentence=f"{name} at {place(seen.where, rank)} was changed by a step that one"
-                f" rank's infinite loss forbids: {MEANING[cause]}",
+                sentence=f"{name} at {place(seen.where, rank)} was changed by a step that"
+                f" infinities on a rank forbid: {MEANING[cause]}",
                 rank=rank,
                 fqn=name,
                 **seen.where,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.anatomy import anatomy
-from conformance.checks.evidence import Evidence, Ledger
+from conformance.checks.evidence import Evidence, Ledger, Moment
 from conformance.checks.registry import check
 from conformance.history import as_tensor
+from conformance.models import ModelCase
 from conformance.scenarios.checkpoint import STEPS_BEFORE
+from conformance.scenarios.states import named_pieces
 
 PARTS: Mapping[str, str] = {"parameters": "shard.parameters", "optimizer": "shard.optimizer"}
 ALIGNMENT = 16
@@ -38,28 +41,76 @@ def sharding_loaded(evidence: Evidence, ledger: Ledger) -> None:
     _judge_parts(evidence, ledger, STEPS_BEFORE - 1, when=" after the load")
 
 
-def _judge_parts(evidence: Evidence, ledger: Ledger, step: int, when: str = "") -> None:
+def sharded(case: Case, model: ModelCase) -> bool:
+    """A state in memory of which each rank has a part, by parameter name."""
+    return case.option("kind") == "sharded"
+
+
+@check(
+    "sharding.saved",
+    profile="checkpoint",
+    scenarios=frozenset({"checkpoint"}),
+    any_of=frozenset(PARTS.values()),
+    applies=sharded,
+)
+def sharding_saved(evidence: Evidence, ledger: Ledger) -> None:
+    """The sharded states of all ranks together hold no more than sharding needs."""
+    step = STEPS_BEFORE - 1
+    for part in _claimed(evidence, ledger):
+        what = _PIECES[part]
+        moment = evidence.expected(what)[0].moment
+        due = shapes(evidence, part, step=step)
+        for dtype, saved in sorted(_saved(evidence, what).items()):
+            held = Held(part=part, dtype=dtype, bytes=saved, step=step, when=" in a sharded state")
+            _hold_sharded(evidence, ledger, held, due.get(dtype), moment)
+
+
+_PIECES: Mapping[str, str] = {"parameters": "model_state_pieces", "optimizer": "optim_state_pieces"}
+
+
+def _saved(evidence: Evidence, what: str) -> dict[str, int]:
+    """Bytes of the pieces of parameters in all ranks' states, by dtype; of ties the first's."""
+    names = set(anatomy(evidence.model).distinct)
+    total: dict[str, int] = {}
+    for rank in range(evidence.world):
+        for key, piece in named_pieces(evidence.history.get(rank, what)):
+            if piece.values.dim() and key.partition("/")[0] in names:
+                dtype = str(piece.values.dtype).removeprefix("torch.")
+                total[dtype] = total.get(dtype, 0) + piece.values.nbytes
+    return total
+
+
+def _claimed(evidence: Evidence, ledger: Ledger) -> Iterator[str]:
     for part, capability in PARTS.items():
-        if capability not in evidence.capabilities:
+        if capability in evidence.capabilities:
+            yield part
+        else:
             ledger.notes.append(f"{capability} is not claimed")
-            continue
+
+
+def _judge_parts(evidence: Evidence, ledger: Ledger, step: int, when: str = "") -> None:
+    seen = evidence.oracle.reference.find(0, "stored", {"step": step})
+    assert seen is not None
+    for part in _claimed(evidence, ledger):
         stored = _stored(evidence, part, step)
         due = shapes(evidence, part, step=step)
         for dtype in sorted({*stored, *due}):
             held = Held(part=part, dtype=dtype, bytes=stored.get(dtype, 0), step=step, when=when)
-            _judge(evidence, ledger, held, due.get(dtype))
+            judged = _hold_sharded(evidence, ledger, held, due.get(dtype), seen.moment)
+            if judged and dtype in due:
+                _hold_all_shown(evidence, ledger, held, due[dtype], seen.moment)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What all ranks together store of one part in one dtype.
+    """What all ranks together hold of one part in one dtype.
 
     Attributes:
         part: one of `PARTS`.
         dtype: of the elements.
         bytes: of their storages.
         step: at which they were counted.
-        when: that in words, if it is not the first step.
+        when: that in words, if it is not the first step, or where they are.
     """
 
     part: str
@@ -67,6 +118,13 @@ class Held:
     bytes: int
     step: int
     when: str
+
+    def taken(self, evidence: Evidence) -> str:
+        """The beginning of a sentence about it."""
+        return (
+            f"{self.part} ({self.dtype}) take {self.bytes} bytes on {evidence.world} ranks"
+            f" together{self.when},"
+        )
 
 
 def _stored(evidence: Evidence, part: str, step: int) -> dict[str, int]:
@@ -94,43 +152,51 @@ def shapes(evidence: Evidence, part: str, *, step: int = 0) -> dict[str, Shapes]
     return found
 
 
-def _judge(evidence: Evidence, ledger: Ledger, held: Held, due: Shapes | None) -> None:
+def _hold_sharded(
+    evidence: Evidence, ledger: Ledger, held: Held, due: Shapes | None, moment: Moment
+) -> bool:
+    """No more than sharding needs; False where that cannot be told from replicas."""
     # what is kept in a dtype that the model does not have is a second copy of the whole
     of_part = shapes(evidence, held.part, step=held.step).values()
     counted = due or [shape for each in of_part for shape in each]
     size = size_of(held.dtype)
-    whole = size * sum(numel(shape) for shape in counted)
+    whole = _whole(counted, size)
     shards = evidence.world // evidence.replicas
     allowed = evidence.replicas * needed(counted, size, shards)
     if allowed >= evidence.world * whole:
         ledger.notes.append(f"{held.part}: too small to tell sharded from replicated")
-        return
-    seen = evidence.oracle.reference.find(0, "stored", {"step": held.step})
-    assert seen is not None
-    taken = (
-        f"{held.part} ({held.dtype}) take {held.bytes} bytes on {evidence.world} ranks"
-        f" together{held.when},"
-    )
+        return False
     ledger.hold(
         held.bytes <= allowed,
-        moment=seen.moment,
+        moment=moment,
         cause=Cause.NOT_SHARDED,
-        sentence=f"{taken} sharding needs {allowed}, one full copy {whole}:"
+        sentence=f"{held.taken(evidence)} sharding needs {allowed}, one full copy {whole}:"
         f" {MEANING[Cause.NOT_SHARDED]}",
         got=held.bytes,
         expected=allowed,
         step=held.step,
     )
+    return True
+
+
+def _hold_all_shown(
+    evidence: Evidence, ledger: Ledger, held: Held, due: Shapes, moment: Moment
+) -> None:
+    whole = _whole(due, size_of(held.dtype))
     ledger.hold(
-        due is None or held.bytes >= evidence.replicas * whole,
-        moment=seen.moment,
+        held.bytes >= evidence.replicas * whole,
+        moment=moment,
         cause=Cause.UNEXPLAINED,
-        sentence=f"{taken} less than their {evidence.replicas * whole}: local_tensors() does not"
-        " show all of them",
+        sentence=f"{held.taken(evidence)} less than their {evidence.replicas * whole}:"
+        " local_tensors() does not show all of them",
         got=held.bytes,
         expected=evidence.replicas * whole,
         step=held.step,
     )
+
+
+def _whole(counted: Shapes, size: int) -> int:
+    return size * sum(numel(shape) for shape in counted)
 
 
 def needed(counted: Iterable[tuple[int, ...]], size: int, shards: int) -> int:

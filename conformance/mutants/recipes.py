@@ -21,7 +21,7 @@ from conformance.adapter import (
 from conformance.causes import Cause
 from conformance.mutants.registry import mutant
 
-OURS = "fsdp.fully_shard"
+OURS, FLAT = "fsdp.fully_shard", "fsdp.FullyShardedDataParallel"
 
 
 @mutant(
@@ -187,6 +187,20 @@ class InfinityStaysOnOneRank(Adapter):
             for parameter in w.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.nan_to_num_(nan=1.0, posinf=1.0, neginf=-1.0)
+
+
+@mutant(
+    check="scaler.together",
+    cause=Cause.RANKS_DIFFER,
+    case="mlp/scaled",
+    base=FLAT,
+)
+class ScalerLooksAtItsOwnShard(Adapter):
+    """Torch's own scaler: what is infinite in another rank's shard, it does not hear of."""
+
+    def make_scaler(self, w: Wrapped, device: torch.device) -> Any:
+        """It knows DTensors, and no other form of shards."""
+        return torch.amp.GradScaler(device.type)
 
 
 @mutant(

@@ -61,3 +61,23 @@ class LoadedShardsKeepFullStorages(Adapter):
             for value in values.values():
                 if isinstance(value, DTensor):
                     value._local_tensor = _view_of_full(value._local_tensor, value.numel())
+
+
+@mutant(
+    check="sharding.saved",
+    cause=Cause.NOT_SHARDED,
+    case="mlp/checkpoint/kind=sharded,options=default",
+    base="fsdp.fully_shard",
+)
+class FullStateForASharded(Adapter):
+    """Every rank gets the whole state, whatever kind was asked for."""
+
+    def model_state(
+        self, w: Wrapped, kind: StateKind, *, cpu: bool = False, rank0_only: bool = False
+    ) -> Any:
+        """A full one."""
+        return super().model_state(w, "full", cpu=cpu)
+
+    def load_model_state(self, w: Wrapped, kind: StateKind, state: Any) -> None:
+        """A full one, too."""
+        super().load_model_state(w, "full", state)

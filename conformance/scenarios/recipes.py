@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from conformance.per_rank import PerRank, each
 from conformance.scenarios.run import Run, unsaved_buffers
 
 OVERFLOW = 1
-"""The step in which one rank's loss is infinite."""
+"""The step in which one rank's loss is infinite, and with it every gradient."""
+ROW_OVERFLOW = 2
+"""The step in which one row of the first layer has infinite gradients: if cut, on one rank only."""
 SCALED_STEPS = 4
 AVERAGED_STEPS = 3
 DECAY = 0.5
 
 
 def scaled(run: Run) -> None:
-    """Four steps with a scaled loss; in the second one the last rank's loss is infinite."""
+    """Four steps with a scaled loss: an infinite one in the second, infinite rows in the third."""
     with run.phase("build"):
         w = run.build()
         run.observe_built(w)
@@ -29,7 +32,9 @@ def scaled(run: Run) -> None:
     for step in range(SCALED_STEPS):
         with run.phase(f"step {step}"):
             run.mark(f"step {step}/micro 0")
-            loss = run.adapter.forward(w, run.batch(step, 0), run.model.loss)
+            bare = run.adapter.bare(w)
+            with _row_overflows(bare) if step == ROW_OVERFLOW else nullcontext():
+                loss = run.adapter.forward(w, run.batch(step, 0), run.model.loss)
             run.writer.write("loss", each(loss, lambda own: own.detach()), step=step, micro=0)
             if step == OVERFLOW:
                 loss = _on_last_rank(run, loss, lambda own: own * math.inf)
@@ -48,6 +53,30 @@ def _on_last_rank(run: Run, loss: Any, change: Callable[[Any], Any]) -> Any:
         return PerRank((*loss.values[:-1], change(loss.values[-1])))
     rank: int = getattr(run.adapter, "rank", dist.get_rank())  # the baseline may play another
     return change(loss) if rank == run.world - 1 else loss
+
+
+@contextmanager
+def _row_overflows(module: nn.Module) -> Iterator[None]:
+    """A forward inside gives the first layer's last row infinite gradients, and no other.
+
+    It hands no gradient on, and the last rows of its weight and bias are in one rank's shards, also
+    where both are cut as one.
+    """
+
+    def overflow(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[..., -1] = math.inf
+        return gradient
+
+    def watch(layer: nn.Module, arguments: Any, output: Tensor) -> None:
+        output.register_hook(overflow)
+
+    first = next(layer for layer in module.modules() if isinstance(layer, nn.Linear))
+    handle = first.register_forward_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def averaged(run: Run) -> None:

@@ -81,6 +81,26 @@ def test_bytes_are_counted_after_a_load_too(optimizer: int, expected: Cause | No
     assert found is None or "together after the load, sharding needs" in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "part"),
+    [(1, 1, None), (2, 1, "parameters"), (1, 2, "optimizer"), (2, 2, "parameters")],
+)
+def test_a_sharded_state_that_holds_everything_is_none(
+    model: int, optimizer: int, part: str | None
+) -> None:
+    """Of how many halves each rank's states have."""
+    told = Story(case=Case.of("literal", "checkpoint", kind="sharded"), capabilities=CLAIMS)
+    told.phase("save")
+    sizes(told, 1)
+    half = torch.zeros(2 * LARGER, 3)
+    told.see("model_state_pieces", {f"body@{4 * n},0": half for n in range(model)})
+    told.see("optim_state_pieces", {f"body/exp_avg@{4 * n},0": half for n in range(optimizer)})
+    found = first_mismatch("sharding.saved", told)
+    assert (found and found.cause) is (part and Cause.NOT_SHARDED)
+    assert found is None or found.sentence.startswith(f"{part} (float32) take")
+    assert found is None or "together in a sharded state, sharding needs" in found.sentence
+
+
 def test_less_than_the_model_has_is_not_believed() -> None:
     found = first_mismatch("sharding.bytes", stored(PARAMETERS // 4, OPTIMIZER // 2))
     assert found is not None
