@@ -410,7 +410,7 @@ class Adapter:
         w.optimizer.load_state_dict(received(state))
 
     def save(self, w: Wrapped, directory: Path) -> None:
-        """Save model and optimizer into `directory`, which all ranks share."""
+        """Save model and optimizer into `directory`, shared by all ranks and not there yet."""
         raise NotImplementedError(f"{type(self).__name__} claims no capability 'save'")
 
     def load(self, w: Wrapped, directory: Path) -> None:

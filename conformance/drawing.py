@@ -1,12 +1,12 @@
 """Examples for the search: models, cases and variants, drawn by Hypothesis and small when shrunk.
 
-Every example is a variant and a case, whose strings say all of it.
+Every example is a number of ranks, a variant and a case, whose strings say all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from typing import TypeAlias
@@ -20,8 +20,10 @@ from conformance.item import Item
 from conformance.models import ModelCase, case, drawn
 from conformance.optimizers import OPTIMIZERS
 from conformance.plan import Depth, Planned, judges, plan
+from conformance.report.text import number
 from conformance.scenarios.sequence import ACTS, SEQUENCE
 from conformance.subject import Subject
+from conformance.verdicts import adapter_label
 
 Part: TypeAlias = drawn.Layer | drawn.Unit
 MAX_SIZE, MAX_ITEMS, MAX_DEPTH, MAX_ACTS, MAX_ACCUMULATION = 9, 3, 2, 5, 4
@@ -34,6 +36,21 @@ ANY = st.sampled_from(
 )
 """Up to three letters of a layer, in their order."""
 PLAIN = ANY.filter(lambda letters: "n" not in letters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Item):
+    """What is drawn: an item, and the ranks that it is run on.
+
+    Attributes:
+        world: how many there are.
+    """
+
+    world: int
+
+    def __str__(self) -> str:
+        label = adapter_label(self.subject.adapter, self.subject.variant)
+        return f"{label}/{self.planned.case} of {number(self.world, 'rank')}"
 
 
 @st.composite
@@ -107,12 +124,27 @@ def cases(
 
 @st.composite
 def examples(
-    draw: st.DrawFn, subjects: Sequence[tuple[Subject, Adapter]], checks: Sequence[Check]
-) -> Item:
-    """A subject, and a case of those that it claims to do."""
-    names = [subject.variant for subject, _ in subjects]
-    subject, adapter = subjects[names.index(draw(st.sampled_from(names)))]
+    draw: st.DrawFn,
+    subjects: Sequence[tuple[Subject, Adapter]],
+    checks: Sequence[Check],
+    worlds: Sequence[int],
+) -> Example:
+    """Some ranks, a subject that they can be divided for, and a case of those that it claims.
+
+    `worlds` and `subjects` stand in order, the one that is best shrunk to first.
+    """
+
+    def able(world: int, index: int) -> bool:
+        return world % subjects[index][1].replicas == 0
+
+    # by place: a subject itself would be drawn by what its text happens to be; and by the same
+    # place in every world, so that fewer ranks are tried with the same subject
+    places = range(len(subjects))
+    usable = [world for world in worlds if any(able(world, index) for index in places)]
+    world = draw(st.sampled_from(usable))
+    chosen = st.sampled_from(places).filter(lambda index: able(world, index))
+    subject, adapter = subjects[draw(chosen)]
     model = draw(models())
     drawn_case = draw(cases(model, adapter.capabilities, checks))
     judging = judges(drawn_case, model, checks)
-    return Item(subject=subject, planned=Planned(case=drawn_case, checks=judging))
+    return Example(world=world, subject=subject, planned=Planned(case=drawn_case, checks=judging))

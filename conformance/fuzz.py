@@ -16,10 +16,10 @@ from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from conformance.causes import Cause
-from conformance.item import Item
+from conformance.drawing import Example
 from conformance.verdicts import BAD, Finding
 
-Judge = Callable[[Item], Sequence[Finding]]
+Judge = Callable[[Example], Sequence[Finding]]
 _PARTICULAR = re.compile(r"'[^']*'|\[[^\]]*\]|\d+(\.\d+)?(e-?\d+)?")
 TELLING = 80
 """Characters of an exception's sentence that say which exception it is."""
@@ -34,15 +34,15 @@ class Deviation:
 
     Attributes:
         finding: the first divergence of the smallest example.
-        item: that example.
-        met: the case in which it was first met.
+        example: that example.
+        met: the example in which it was first met.
         tried: examples that were judged until then, in this search.
         steady: whether it was wrong again when it was repeated.
     """
 
     finding: Finding
-    item: Item
-    met: str
+    example: Example
+    met: Example
     tried: int
     steady: bool
 
@@ -67,7 +67,7 @@ class Search:
     """
 
     judge: Judge
-    strategy: SearchStrategy[Item]
+    strategy: SearchStrategy[Example]
     examples: int
     seed: int = 0
     tried: int = 0
@@ -79,27 +79,29 @@ class Search:
         while self.tried < self.examples:
             found = self._next(known, rounds)
             rounds += 1
-            if found is not None:
+            if found is None:
+                continue
+            if found.steady:  # else what is wrong every time may yet be met behind it
                 known.add(kind_of(found.finding))
-                yield found
+            yield found
 
     def _next(self, known: set[tuple[str, ...]], rounds: int) -> Deviation | None:
         """Search until something new is met, or the examples of this round or all are used up."""
-        met: list[tuple[Item, Finding]] = []
+        met: list[tuple[Example, Finding]] = []
 
-        def one(item: Item) -> None:
+        def one(example: Example) -> None:
             if not met:
                 if self.tried == self.examples:
                     raise SkipTest("as many examples as were asked for")
                 self.tried += 1
-            found = [f for f in self.judge(item) if f.verdict in BAD]
+            found = [f for f in self.judge(example) if f.verdict in BAD]
             # what fails later in the same example is a consequence as likely as not
             if not found or kind_of(found[0]) in known:
                 return
             # shrinking must not slip from one deviation to another
             if met and kind_of(found[0]) != kind_of(met[0][1]):
                 return
-            met.append((item, found[0]))
+            met.append((example, found[0]))
             raise AssertionError(found[0].id)
 
         quiet = settings(
@@ -124,11 +126,11 @@ class Search:
                 raise
         if not met:
             return None
-        item, finding = met[-1] if steady else met[0]
+        example, finding = met[-1] if steady else met[0]
         return Deviation(
             finding=finding,
-            item=item,
-            met=str(met[0][0].planned.case),
+            example=example,
+            met=met[0][0],
             tried=self.tried,
             steady=steady,
         )

@@ -100,9 +100,9 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
     variant: str | None = None,
     world: int = 2,
     device: str = AUTO,
-    profiles: Sequence[str] = (),
-    checks: Sequence[str] = (),
-    models: Sequence[str] = (),
+    profiles: str | Sequence[str] = (),
+    checks: str | Sequence[str] = (),
+    models: str | Sequence[str] = (),
     expect: Path | str | None = None,
     seed: int = 0,
     timeout: float = 60.0,
@@ -115,9 +115,9 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
         variant: pattern over its variants; ``None`` takes all.
         world: ranks.
         device: auto, cpu, or the type of the accelerator.
-        profiles: names of profiles; empty takes all.
-        checks: patterns over checks; empty takes all.
-        models: patterns over models; empty takes all.
+        profiles: names of profiles, or one name; empty takes all.
+        checks: patterns over checks, or one; empty takes all.
+        models: patterns over models, or one; empty takes all.
         expect: a file of expected findings.
         seed: of every random number.
         timeout: seconds after which one case is ended.
@@ -128,9 +128,9 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
     selection = Selection(
         adapters=(adapter if isinstance(adapter, str) else name_of(adapter),),
         variants=() if variant is None else (variant,),
-        profiles=tuple(profiles),
-        checks=tuple(checks),
-        models=tuple(models),
+        profiles=_several(profiles),
+        checks=_several(checks),
+        models=_several(models),
     )
     place = Place(world=world, device=device_for(device, world), seed=seed, timeout=timeout)
     expectations = Expectations() if expect is None else read_expectations(Path(expect))
@@ -154,6 +154,10 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
         return marked
 
     return decorate
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def name_of(adapter: type[Adapter]) -> str:

@@ -142,7 +142,7 @@ def compare_options(
         bool(got),
         moment=moment,
         cause=Cause.MISSING_KEY,
-        sentence=f"there is no parameter group {owner}",
+        sentence=f'there is no parameter group {owner}: "param_groups" is missing or empty',
         **where,
     )
     for index, group in enumerate(got):

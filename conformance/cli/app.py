@@ -60,6 +60,10 @@ def _version(asked: bool) -> None:  # noqa: FBT001 - a flag's value
 
 
 World = Annotated[int, typer.Option(metavar="N", help="Number of ranks, all on this machine.")]
+Worlds = Annotated[
+    str,
+    typer.Option("--world", metavar="N,N", help="Numbers of ranks to draw from, on this machine."),
+]
 Device = Annotated[
     str, typer.Option(metavar="TYPE", help="auto, cpu, or the type of the accelerator.")
 ]
@@ -187,8 +191,8 @@ def list_(
         str,
         typer.Argument(
             metavar="WHAT",
-            help="checks, profiles, adapters, models, cases, mutants, capabilities, or letters:"
-            " those in the ids of fuzz.",
+            help="checks, profiles, adapters, models, scenarios, cases, mutants, capabilities, or"
+            " letters: those in the ids of fuzz.",
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,  # noqa: FBT002
@@ -262,13 +266,17 @@ def selftest(
 
 @app.command()
 def fuzz(  # noqa: PLR0913 - one parameter an option
-    adapter: Annotated[
-        str, typer.Argument(metavar="ADAPTER", help="Name of an adapter, or package.module:Class.")
+    adapters: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ADAPTER",
+            help="Names of adapters, or package.module:Class; variants of all are drawn.",
+        ),
     ],
     examples: Annotated[
         int, typer.Option(metavar="N", help="How many to try, shrinking not counted.")
     ] = 100,
-    world: World = 2,
+    world: Worlds = "1,2,4",
     device: Device = "auto",
     variant: Annotated[
         list[str] | None,
@@ -286,7 +294,7 @@ def fuzz(  # noqa: PLR0913 - one parameter an option
     timeout: Timeout = 60.0,
     seed: Seed = 0,
 ) -> None:
-    """Draw models and programs, and shrink what goes wrong.
+    """Draw models, programs, variants and worlds, and shrink what goes wrong.
 
     The letters of what is drawn: fsdp-conformance list letters.
     """
@@ -295,14 +303,14 @@ def fuzz(  # noqa: PLR0913 - one parameter an option
     options = FuzzOptions(
         variants=tuple(variant or ()),
         examples=examples,
-        world=world,
+        worlds=world,
         device=device,
         mutant=mutant,
         expect=expect,
         timeout=timeout,
         seed=seed,
     )
-    raise typer.Exit(fuzz_command(adapter, options))
+    raise typer.Exit(fuzz_command(adapters, options))
 
 
 def main() -> None:
@@ -312,6 +320,7 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())
     try:
         _known_command(sys.argv[1:])
+        _alone(sys.argv[1:])
         with forkserver_starting() if _starts_ranks(sys.argv[1:]) else nullcontext():
             returned = app(prog_name=PROGRAM, standalone_mode=False)
         status = returned if isinstance(returned, int) else 0
@@ -350,6 +359,16 @@ def _known_command(arguments: Sequence[str]) -> None:
 def _starts_ranks(arguments: Sequence[str]) -> bool:
     """Whether these arguments, if they are right, come to a run on ranks."""
     return bool(arguments) and arguments[0] in WITH_RANKS and "--help" not in arguments
+
+
+def _alone(arguments: Sequence[str]) -> None:
+    """Refuse to be one of several: each would start all ranks, and judge beside the others."""
+    launched = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    if launched != "1" and _starts_ranks(arguments):
+        raise UsageError(
+            f"torchrun has started {launched} of this command, which starts its ranks itself:"
+            f" start it once, without torchrun, and with --world {launched}"
+        )
 
 
 def _complain(sentence: str, status: int) -> int:

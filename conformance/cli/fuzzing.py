@@ -6,8 +6,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -17,15 +18,14 @@ from conformance.checks import CHECKS
 from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.cli.running import check_limits
 from conformance.cli.show import note
-from conformance.drawing import examples
+from conformance.drawing import Example, examples
 from conformance.errors import UsageError
 from conformance.expectations import Expectations, read_expectations
 from conformance.fuzz import Deviation, Search
-from conformance.item import Item
 from conformance.machine import device_for, notes
 from conformance.matrix import Matrix
 from conformance.mutants import mutant_named
-from conformance.report.text import indented, number
+from conformance.report.text import about_text, indented, number
 from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.verdicts import BAD, EXIT_BAD, EXIT_OK, EXIT_UNDECIDED, Finding, Verdict
@@ -38,7 +38,7 @@ class FuzzOptions:
 
     variants: tuple[str, ...]
     examples: int
-    world: int
+    worlds: str
     device: str
     mutant: str | None
     expect: Path | None
@@ -46,7 +46,7 @@ class FuzzOptions:
     seed: int
 
 
-def fuzz_command(adapter: str, options: FuzzOptions) -> int:
+def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
     """Search, and show every deviation when it is as small as it gets; returns the exit status.
 
     Raises:
@@ -56,76 +56,131 @@ def fuzz_command(adapter: str, options: FuzzOptions) -> int:
     if options.examples < 1:
         raise UsageError(f"--examples {options.examples}: at least 1")
     subjects = [
-        (Subject(adapter=s.adapter, variant=s.variant, mutant=options.mutant), driver)
-        for s in variants_of(adapter, options.variants)
-        for driver in [make_adapter(s.adapter, s.variant)[0]]
+        (replace(subject, mutant=options.mutant), make_adapter(adapter, subject.variant)[0])
+        for adapter in dict.fromkeys(adapters)
+        for subject in variants_of(adapter, options.variants)
     ]
     if options.mutant is not None:
         mutant_named(options.mutant)
     expectations = read_expectations(options.expect) if options.expect else Expectations()
-    told = notes(options.device, options.world)
-    device = device_for(options.device, options.world)
-    note(told)
+    worlds = worlds_of(options.worlds)
+    devices = {world: device_for(options.device, world) for world in worlds}
+    if not any(world % adapter.replicas == 0 for world in worlds for _, adapter in subjects):
+        raise UsageError(f"--world {options.worlds}: too few ranks for the replicas of any variant")
+    note(notes(options.device, worlds[-1]))
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
         # what Hypothesis remembers from run to run would lie in the user's folder
         set_hypothesis_home_dir(Path(name) / "hypothesis")
-        setting = Setting(
-            world=options.world,
-            device=device,
-            seed=options.seed,
-            timeout=options.timeout,
-            directory=Path(name) / "histories",
-        )
-        with Session(setting) as session:
-            judged = Judged(session, expectations, with_control=options.mutant is None)
+        settings = {
+            world: Setting(
+                world=world,
+                device=device,
+                seed=options.seed,
+                timeout=options.timeout,
+                directory=Path(name) / f"histories-{world}",
+            )
+            for world, device in devices.items()
+        }
+        with Judged(settings, expectations, with_control=options.mutant is None) as judged:
             search = Search(
                 judge=judged,
-                strategy=examples(subjects, list(CHECKS.values())),
+                strategy=examples(subjects, list(CHECKS.values()), worlds),
                 examples=options.examples,
                 seed=options.seed,
             )
-            hunt = Hunt(search, judged, f"{number(options.world, 'rank')} on {device}")
+            hunt = Hunt(search, judged, where(devices))
             with leaving_on_interrupt(Path(name), hunt.summary):
                 return hunt.follow()
+
+
+def worlds_of(text: str) -> list[int]:
+    """The numbers of ranks in a list such as ``1,2,4``, the smallest first.
+
+    Raises:
+        UsageError: it is no such list.
+    """
+    try:
+        return sorted({int(each) for each in text.split(",")})
+    except ValueError:
+        raise UsageError(
+            f"--world {text}: expected numbers of ranks with commas between, such as 1,2,4"
+        ) from None
+
+
+def where(devices: Mapping[int, str]) -> str:
+    """With which ranks, such as ``1 or 2 ranks on cpu``; each kind of device by itself."""
+    kinds = dict.fromkeys(devices.values())
+    worlds = {kind: [w for w, device in devices.items() if device == kind] for kind in kinds}
+    return ", ".join(
+        f"{' or '.join(map(str, own[:-1]))} or {ranks}" if own[:-1] else ranks
+        for kind, own in worlds.items()
+        for ranks in [f"{number(own[-1], 'rank')} on {kind}"]
+    )
 
 
 class Judged:
     """Runs and judges examples, and counts what came of them; keeps no history.
 
     What went wrong is run again when it is asked for again, so that a search sees whether it does
-    so every time.
+    so every time. As a context manager, ends its ranks.
     """
 
-    def __init__(self, session: Session, expectations: Expectations, *, with_control: bool) -> None:
-        """Nothing is run yet; see `Matrix` for the arguments."""
+    def __init__(
+        self, settings: Mapping[int, Setting], expectations: Expectations, *, with_control: bool
+    ) -> None:
+        """Nothing is run yet.
+
+        Args:
+            settings: where and how, by number of ranks.
+            expectations: see `Matrix`.
+            with_control: see `Matrix`.
+        """
         self.checks = 0
         self.faults: dict[str, Finding] = {}
-        self._known: dict[tuple[Subject, str], list[Finding]] = {}
-        self._directory = session.setting.directory
-        self._matrix = Matrix(
-            histories=lambda i: session.run(i.subject, i.planned.case, probe=i.planned.probe),
-            root=session.setting.directory,
-            world=session.setting.world,
-            seed=session.setting.seed,
-            expectations=expectations,
-            with_control=with_control,
-        )
+        self._known: dict[tuple[int, Subject, str], list[Finding]] = {}
+        self._settings, self._expectations = settings, expectations
+        self._with_control = with_control
+        self._matrices: dict[int, Matrix] = {}
+        self._sessions = ExitStack()
 
-    def __call__(self, item: Item) -> Sequence[Finding]:
+    def __enter__(self) -> Judged:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._sessions.close()
+
+    def __call__(self, example: Example) -> Sequence[Finding]:
         """The findings of one example."""
-        key = (item.subject, str(item.planned.case))
+        key = (example.world, example.subject, str(example.planned.case))
         if key in self._known:
             return self._known[key]
-        found = [one.finding for one in self._matrix.report(item)]
+        matrix = self._matrix(example.world)
+        found = [one.finding for one in matrix.report(example)]
         if all(finding.verdict not in BAD for finding in found):
             self._known[key] = found
         self.checks += sum(f.verdict is Verdict.PASS for f in found)
         for finding in found:
             if finding.verdict is Verdict.ERROR:
                 self.faults.setdefault(finding.sentence, finding)
-        for folder in self._directory.iterdir():
+        for folder in matrix.root.iterdir():
             shutil.rmtree(folder, ignore_errors=True)
         return found
+
+    def _matrix(self, world: int) -> Matrix:
+        """Judges examples of so many ranks, which are kept from one to the next."""
+        if world not in self._matrices:
+            setting = self._settings[world]
+            setting.directory.mkdir(exist_ok=True)
+            session = self._sessions.enter_context(Session(setting))
+            self._matrices[world] = Matrix(
+                histories=lambda i: session.run(i.subject, i.planned.case, probe=i.planned.probe),
+                root=setting.directory,
+                world=world,
+                seed=setting.seed,
+                expectations=self._expectations,
+                with_control=self._with_control,
+            )
+        return self._matrices[world]
 
 
 class Hunt:
@@ -165,9 +220,8 @@ def deviation_text(deviation: Deviation) -> str:
     """The smallest example, what is wrong with it, and how to repeat it."""
     finding = deviation.finding
     lines = [f"{finding.verdict}  {finding.id}", *indented(finding.sentence, 6)]
-    if finding.cause is not None:
-        lines.append(f"      cause: {finding.cause}")
-    if deviation.met != finding.case:
+    lines += about_text(finding)
+    if deviation.met != deviation.example:
         lines.append(f"      first met after {number(deviation.tried, 'example')}: {deviation.met}")
     if not deviation.steady:
         lines.append("      when it was repeated, it passed")

@@ -14,6 +14,7 @@ from conformance.models import cases, drawn
 from conformance.mutants import MUTANTS
 from conformance.plan import every_case
 from conformance.report.text import indented
+from conformance.scenarios import SCENARIOS
 from conformance.scenarios.sequence import ACTS
 
 Row = dict[str, Any]
@@ -76,6 +77,13 @@ def _models() -> list[Row]:
     ]
 
 
+def _scenarios() -> list[Row]:
+    return [
+        {"scenario": name, "needs": ", ".join(sorted(one.needs)), "why": one.why}
+        for name, one in SCENARIOS.items()
+    ]
+
+
 def _cases() -> list[Row]:
     """Those of an adapter that claims everything."""
     return [{"case": case, "depth": depth.value} for case, depth in every_case().items()]
@@ -121,6 +129,7 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "profiles": _profiles,
     "adapters": _adapters,
     "models": _models,
+    "scenarios": _scenarios,
     "cases": _cases,
     "mutants": _mutants,
     "capabilities": _capabilities,

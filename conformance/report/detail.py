@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from conformance.causes import Cause
 from conformance.report.lines import Reported
 from conformance.report.plain import case_lines
-from conformance.report.text import WIDTH, indented
+from conformance.report.text import WIDTH, about_text, indented
 from conformance.verdicts import Verdict
 
 SILENT = frozenset({Verdict.BLOCKED, Verdict.UNSUPPORTED})
@@ -40,8 +40,7 @@ def detail_lines(reported: Reported) -> list[str]:
     """One finding with everything that is known about it."""
     finding = reported.finding
     lines = [f"{finding.verdict}  {finding.id}", *indented(finding.sentence, 6)]
-    if finding.cause is not None:
-        lines.append(f"      cause: {finding.cause}")
+    lines += about_text(finding)
     if finding.error is not None:
         lines.append(f"      error {finding.error:.3g}, bound {finding.bound:.3g}")
     for key, value in finding.where.items():

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
+from conformance.case import Case
 from conformance.report.claims import claims_line, ledger
 from conformance.report.group import CaseFailure, Family, families
 from conformance.report.lines import Log, Reported, Role
 from conformance.report.log import counts
 from conformance.report.table import matrix_text
+from conformance.scenarios import SCENARIOS
 from conformance.verdicts import (
     BAD,
     COMPLETED,
@@ -61,8 +63,7 @@ def family_text(family: Family) -> str:
     first = family.failures[0]
     finding = first.finding
     lines = [f"{finding.verdict}  {finding.id}", *indented(shortened(finding.sentence), 6)]
-    if finding.cause is not None:
-        lines.append(f"      cause: {finding.cause}")
+    lines += about_text(finding)
     if first.later:
         names = ", ".join(dict.fromkeys(first.later))
         lines += indented(f"and {number(len(first.later), 'later check')}: {names}", 6)
@@ -73,6 +74,15 @@ def family_text(family: Family) -> str:
         lines += indented(f"the same in {number(len(others), 'more case')}: {shown}", 6)
     lines.append(f"      {finding.repro}")
     return "\n".join(lines)
+
+
+def about_text(finding: Finding) -> list[str]:
+    """The cause, and what happens in the case: a sentence names a place in it."""
+    lines = [] if finding.cause is None else [f"      cause: {finding.cause}"]
+    scenario = SCENARIOS.get(Case.parse(finding.case).scenario)
+    if scenario is not None:
+        lines += indented(f"{scenario.name}: {scenario.why}", 6)
+    return lines
 
 
 def _case(failure: CaseFailure) -> str:

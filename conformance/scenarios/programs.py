@@ -39,7 +39,7 @@ class Scenario:
     Attributes:
         name: as in case ids.
         program: runs it.
-        why: one sentence.
+        why: what happens in it, for whoever reads a finding.
         needs: capabilities without which it is not run.
         second: the part that a second job runs, in fresh processes; ``None`` if there is none.
     """
@@ -142,11 +142,13 @@ def dropped_gradients(run: Run) -> None:
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
-        Scenario(name="train", program=train, why="the life of an ordinary training"),
+        Scenario(
+            name="train", program=train, why="training steps with one evaluation between them"
+        ),
         Scenario(
             name="unused",
             program=train,
-            why="training with parameters that take no part in forward",
+            why="training with parameters that take no part in any forward",
             needs=frozenset({"unused_parameters"}),
         ),
         Scenario(
@@ -158,58 +160,80 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             name="checkpoint",
             program=checkpoint,
-            why="save, load into a fresh pair, go on",
+            why="two steps, a save, a load into a fresh pair, two more steps",
         ),
         Scenario(
             name=RESUME,
             program=resume,
             second=resumed,
-            why="save, load in a fresh job of another number of ranks, go on",
+            why="two steps, a save, a load in a fresh job of that many or other ranks, two steps",
         ),
         Scenario(
             name="two_forwards",
             program=two_forwards,
-            why="two forwards before two backwards",
+            why="two forwards, then their two backwards, then a step",
             needs=frozenset({"two_forwards", "gradients"}),
         ),
         Scenario(
             name="dropped_gradients",
             program=dropped_gradients,
-            why="gradients that are dropped before a step",
+            why="a step, gradients of two backwards dropped without a step, two more steps",
             needs=frozenset({"no_sync", "no_sync.dropped", "gradients"}),
         ),
-        Scenario(name="eval_first", program=eval_first, why="evaluation before any training"),
+        Scenario(
+            name="eval_first",
+            program=eval_first,
+            why="an evaluation before any training, then steps",
+        ),
         Scenario(
             name="eval_in_step",
             program=eval_in_step,
-            why="forwards whose parameters the optimizer makes stale",
+            why="before the optimizer steps an evaluation, in the next step a forward that has"
+            " gradients and no backward, as for a metric",
             # who claims them says when they are there, which is when to evaluate
             needs=frozenset({"gradients"}),
         ),
         Scenario(
-            name="witness", program=witness, why="what the model sees from inside, hooks counted"
+            name="witness",
+            program=witness,
+            why="training whose modules look at their parameters and count their hooks",
         ),
         Scenario(
             name="scaled",
             program=scaled,
-            why="a scaled loss that is infinite on one rank",
+            why="steps with a loss scaler: one with an infinite loss on one rank, one with"
+            " infinite gradients in one row",
             needs=frozenset({"scaler"}),
         ),
         Scenario(
             name=UNFROZEN,
             program=unfrozen,
-            why="parameters that are frozen and unfrozen between steps",
+            why="steps between which parameters are frozen and unfrozen",
             needs=frozenset({"unused_parameters", "unused_parameters.varying", "gradients"}),
         ),
-        Scenario(name="repeated", program=repeated, why="the same training once more"),
-        Scenario(name="averaged", program=averaged, why="an average of weights, written back"),
+        Scenario(
+            name="repeated", program=repeated, why="the same training twice, on one set of ranks"
+        ),
+        Scenario(
+            name="averaged",
+            program=averaged,
+            why="steps with a running average of the weights, which is then written back",
+        ),
         Scenario(
             name="materialised",
             program=materialised,
-            why="a state loaded into a model that was wrapped without storage",
+            why="a full state loaded into a model that was wrapped on the meta device, then steps",
             needs=frozenset({"meta", "model_state.full"}),
         ),
-        Scenario(name="memory", program=memory, why="live bytes, in a pass of their own"),
-        Scenario(name=SEQUENCE, program=sequence, why="any order of all that, drawn at random"),
+        Scenario(
+            name="memory",
+            program=memory,
+            why="steps and evaluations with live bytes read, then the model is dropped",
+        ),
+        Scenario(
+            name=SEQUENCE,
+            program=sequence,
+            why="acts in the order of the case's letters (fsdp-conformance list letters)",
+        ),
     )
 }

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from conformance.case import Case
+from conformance.cli.fuzzing import deviation_text, where, worlds_of
+from conformance.drawing import Example
+from conformance.fuzz import Deviation
+from conformance.plan import Planned
+from conformance.subject import Subject
+from conformance.verdicts import Finding, Verdict
 from tests.cli.here import Done, command
 
+DDP = ["torch.DistributedDataParallel", "--variant", "default", "--device", "cpu"]
 MUTANT = ["--mutant", "summed_not_averaged"]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, forkserver: None) -> Done:
-    adapter = ["torch.DistributedDataParallel", "--variant", "default", "--device", "cpu"]
     folder = tmp_path_factory.mktemp("found")
-    return command(folder, "fuzz", *adapter, "--examples", "1", *MUTANT)
+    return command(folder, "fuzz", *DDP, "--world", "2", "--examples", "1", *MUTANT)
 
 
 def test_a_planted_defect_is_found_and_named(found: Done) -> None:
@@ -37,3 +45,43 @@ def test_its_repro_line_repeats_it(tmp_path: Path, found: Done) -> None:
     again = command(tmp_path, *shlex.split(line)[1:])
     assert again.returncode == 1, again.stdout + again.stderr
     assert "FAIL  gradients.value@torch.DistributedDataParallel/drawn:1.1/" in again.stdout
+
+
+def test_a_defect_that_needs_two_ranks_is_found_among_one_and_two(
+    tmp_path: Path, forkserver: None
+) -> None:
+    worlds = ["--world", "1,2", "--examples", "4"]
+    done = command(tmp_path, "fuzz", *DDP, *worlds, *MUTANT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\n4 examples, 1 deviation, " in done.stdout
+    assert "(1 or 2 ranks on cpu, seed 0)" in done.stdout
+    (line,) = (x for x in done.stdout.splitlines() if " repro " in x)
+    assert " --world 2 --device cpu" in line
+
+
+def test_where_a_deviation_was_first_met_is_told_with_its_ranks() -> None:
+    finding = Finding(
+        check="losses.value",
+        adapter="a:A",
+        variant="default",
+        case="mlp/train",
+        seed=0,
+        verdict=Verdict.FAIL,
+        sentence="another loss",
+        repro="repeat me",
+    )
+    planned = Planned(case=Case.parse("mlp/train"), checks=())
+    smallest = Example(world=1, subject=Subject(adapter="a:A"), planned=planned)
+    met = replace(smallest, world=4)
+    found = Deviation(finding=finding, example=smallest, met=met, tried=3, steady=True)
+    told = "\n      first met after 3 examples: a:A/mlp/train of 4 ranks\n"
+    assert told in deviation_text(found)
+    assert "first met" not in deviation_text(replace(found, met=smallest))
+
+
+def test_worlds_are_tried_from_the_smallest_on_and_named_by_their_device() -> None:
+    assert worlds_of("4,1,2,4") == [1, 2, 4]
+    assert where({2: "cpu"}) == "2 ranks on cpu"
+    assert where({1: "cpu"}) == "1 rank on cpu"
+    assert where({1: "npu", 2: "npu", 4: "cpu"}) == "1 or 2 ranks on npu, 4 ranks on cpu"
+    assert where({1: "cpu", 2: "cpu", 4: "cpu"}) == "1 or 2 or 4 ranks on cpu"

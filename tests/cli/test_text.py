@@ -161,6 +161,7 @@ class TestReport(expecttest.TestCase):
 FAIL  gradients.scale@torch.fully_shard/mlp/train/accumulation=1,optimizer=sgd#0
       gradients at step 0, rank 0 are 2 times the oracle's: summed over ranks, not averaged
       cause: summed-not-averaged
+      train: training steps with one evaluation between them
       and 2 later checks: losses.value, parameters.end
       fsdp-conformance repro 'gradients.scale@torch.fully_shard/mlp/train/accumulation=1,optimizer=sgd#0' --world 2 --device cpu
 
@@ -188,6 +189,7 @@ torch.fully_shard: 1 case, 4 checks
 FAIL  gradients.scale@torch.fully_shard/mlp/train/optimizer=sgd#0
       gradients at step 0, rank 0 are 2 times the oracle's: summed over ranks, not averaged
       cause: summed-not-averaged
+      train: training steps with one evaluation between them
       the same in 5 more cases: tiny/train/optimizer=sgd, tied/train/optimizer=sgd,
       unused/train/optimizer=sgd, and 2 more
       fsdp-conformance repro 'gradients.scale@torch.fully_shard/mlp/train/optimizer=sgd#0' --world 2 --device cpu
@@ -311,6 +313,7 @@ torch.fully_shard: 1 case, 1 check
 FAIL  losses.value@torch.fully_shard/tiny/train#0
       is stale
       cause: stale
+      train: training steps with one evaluation between them
       fsdp-conformance repro 'losses.value@torch.fully_shard/tiny/train#0' --world 2 --device cpu
 
 torch.fully_shard: 2 cases, 1 check

@@ -12,6 +12,7 @@ import pytest
 from conformance import machine
 from conformance.checks import CHECKS, PROFILES
 from conformance.cli import main
+from conformance.cli.app import WITH_RANKS
 from conformance.cli.running import _folder
 from conformance.errors import UsageError
 from conformance.header import versions
@@ -78,6 +79,12 @@ def command(monkeypatch, *arguments: str) -> int:
         (["fuzz", "torch.fuly_shard"], "did you mean torch.fully_shard"),
         (["fuzz", "torch.fully_shard", "--examples", "0"], "--examples 0: at least 1"),
         (["fuzz", "torch.fully_shard", "--variant", "defalt"], "did you mean default"),
+        (["fuzz", "torch.fully_shard", "--world", "1,two"], "--world 1,two: expected numbers"),
+        (["fuzz", "torch.fully_shard", "--world", "2,0"], "--world 0: a run needs at least 1 rank"),
+        (
+            ["fuzz", "torch.fully_shard", "--world", "1", "--variant", "*replicas=2"],
+            "--world 1: too few ranks for the replicas of any variant",
+        ),
         (
             ["fuzz", "torch.fully_shard", "--mutant", "last_step_los"],
             "did you mean last_step_lost",
@@ -108,6 +115,15 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
     assert message in shown.err
     assert len(shown.err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_torchrun_are_told_to_stay_away(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in sorted(WITH_RANKS):
+        assert command(monkeypatch, name, "torch.fully_shard") == EXIT_USAGE
+        assert "start it once, without torchrun, and with --world 2" in capsys.readouterr().err
+    assert command(monkeypatch, "list", "checks") == 0
 
 
 ADAPTERS = """
@@ -447,6 +463,16 @@ def test_more_ranks_than_accelerators_are_refused_with_the_remedy(monkeypatch) -
     monkeypatch.setattr(machine, "accelerator", lambda: ("xpu", 1))
     with pytest.raises(UsageError, match="--world 2: 1 xpu device here; use --world 1 or --device"):
         device_for("xpu", 2)
+
+
+def test_more_ranks_than_memory_holds_are_refused_before_one_is_started(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: 1600)
+    assert device_for("cpu", 100) == "cpu"
+    assert command(monkeypatch, *RUN, "--device", "cpu", "--world", "101") == EXIT_USAGE
+    shown = capsys.readouterr()
+    told = "--world 101: a rank takes at least 16 MiB, of which this machine has 1600"
+    assert shown.err == f"fsdp-conformance: {told}: no more than 100 ranks\n"
+    assert shown.out == ""
 
 
 SHARED = "ranks share 2 cores: cases take longer, and --timeout may have to be longer too"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,42 +12,53 @@ import pytest
 
 from conformance.adapter import CAPABILITIES
 from conformance.adapters import make_adapter
+from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS
 from conformance.cli.fuzzing import Judged
-from conformance.drawing import examples
+from conformance.drawing import Example, examples
 from conformance.expectations import Expectations
 from conformance.fuzz import ROUND, Judge, Search, kind_of
-from conformance.item import Item
 from conformance.matrix import Matrix
 from conformance.models import case
 from conformance.report.lines import Reported
 from conformance.scenarios.sequence import ACTS
 from conformance.session import Session, Setting
 from conformance.subject import Subject
-from conformance.verdicts import Finding, Verdict
+from conformance.verdicts import Finding, Verdict, adapter_label
 
 NAME = "torch.fully_shard"
+PAIRS = "conformance.adapters.torch_fsdp2:PairsAdapter"
+SUBJECTS = (
+    Subject(adapter=NAME),
+    Subject(adapter=NAME, variant="hybrid"),
+    Subject(adapter=NAME, variant="hybrid,replicas=2"),
+    Subject(adapter=PAIRS, variant="reshard_after_forward=1,hybrid"),
+)
 
 
 def search(judge: Judge, number: int = 150, claims: frozenset[str] | None = None) -> Search:
-    adapter = make_adapter(NAME, "default")[0]
-    adapter.capabilities = frozenset(CAPABILITIES) if claims is None else claims
-    subjects = [(Subject(adapter=NAME, variant=v), adapter) for v in ("default", "hybrid")]
-    return Search(judge=judge, strategy=examples(subjects, list(CHECKS.values())), examples=number)
+    subjects = []
+    for subject in SUBJECTS:
+        adapter = make_adapter(subject.adapter, subject.variant)[0]
+        adapter.capabilities = frozenset(CAPABILITIES) if claims is None else claims
+        subjects.append((subject, adapter))
+    strategy = examples(subjects, list(CHECKS.values()), [1, 2, 4])
+    return Search(judge=judge, strategy=strategy, examples=number)
 
 
-def finding(item: Item, verdict: Verdict, **more: object) -> Finding:
+def finding(item: Example, verdict: Verdict, **more: object) -> Finding:
     wanted = {"check": "losses.value", "cause": Cause.STALE} | more
-    address = {"adapter": NAME, "variant": item.subject.variant, "case": str(item.planned.case)}
+    subject, case_run = item.subject, str(item.planned.case)
+    address = {"adapter": subject.adapter, "variant": subject.variant, "case": case_run}
     return Finding(seed=0, verdict=verdict, **address, **wanted)  # type: ignore[arg-type]
 
 
 def wrong_if(*rules: tuple[str, dict[str, object]]) -> Judge:
-    """A wrapper that is wrong whenever a word of the case says so."""
+    """A wrapper that is wrong whenever a word of the example says so."""
 
-    def judge(item: Item) -> Sequence[Finding]:
-        text = f"{item.subject.variant} {item.planned.case}"
+    def judge(item: Example) -> Sequence[Finding]:
+        text = str(item)
         return [finding(item, Verdict.FAIL, **more) for word, more in rules if word in text] or [
             finding(item, Verdict.PASS)
         ]
@@ -57,37 +69,64 @@ def wrong_if(*rules: tuple[str, dict[str, object]]) -> Judge:
 def test_a_right_wrapper_is_judged_as_often_as_was_asked_for() -> None:
     judged: list[str] = []
 
-    def judge(item: Item) -> Sequence[Finding]:
-        judged.append(f"{item.subject.variant} {item.planned.case}")
+    def judge(item: Example) -> Sequence[Finding]:
+        judged.append(str(item))
         return [finding(item, Verdict.PASS)]
 
     found = search(judge, 200)
     assert not list(found.deviations())
     assert found.tried == len(judged) == 200
     assert len(set(judged)) > 130
-    for word in ("default", "hybrid", "sequence", "checkpoint", "(", ")r", ")f"):
+    for word in ("sequence", "checkpoint", "(", ")r", ")f"):
         assert any(word in each for each in judged), word
+    # two replicas need two ranks; every other variant meets every world
+    worlds = ("of 1 rank", "of 2 ranks", "of 4 ranks")
+    labels = [adapter_label(subject.adapter, subject.variant) for subject in SUBJECTS]
+    met = {(label, w) for label in labels for w in worlds if _is_met(f"{label}/", w, judged)}
+    assert met == set(product(labels, worlds)) - {(f"{NAME}[hybrid,replicas=2]", "of 1 rank")}
     acts = {a for each in judged for a in each.partition("acts=")[2].partition(",")[0]}
     assert acts == set(ACTS)
 
 
+def _is_met(label: str, world: str, judged: Sequence[str]) -> bool:
+    return any(each.startswith(label) and each.endswith(world) for each in judged)
+
+
 def test_a_deviation_is_made_as_small_as_it_gets() -> None:
     (found,) = search(wrong_if((")r", {}))).deviations()
-    case_found = found.item.planned.case
+    case_found = found.example.planned.case
     assert case_found.model == "drawn:1.(1)r.1"
     assert (case_found.scenario, case_found.option("acts")) == ("sequence", "ss")
-    assert found.item.subject.variant == "default"
+    assert (found.example.subject, found.example.world) == (SUBJECTS[0], 1)
     assert found.finding.case == str(case_found)
-    assert ")r" in found.met
-    assert len(found.met) >= len(found.finding.case)
+    assert ")r" in str(found.met)
+    assert len(str(found.met)) >= len(str(found.example))
     assert found.steady
+
+
+@pytest.mark.parametrize(
+    ("word", "subject", "world"),
+    [
+        ("of 4 ranks", SUBJECTS[0], 4),
+        ("ranks", SUBJECTS[0], 2),
+        ("hybrid]", SUBJECTS[1], 1),
+        ("replicas=2", SUBJECTS[2], 2),
+        ("PairsAdapter", SUBJECTS[3], 1),
+    ],
+)
+def test_a_deviation_goes_to_the_fewest_ranks_and_the_first_variant_that_show_it(
+    word: str, subject: Subject, world: int
+) -> None:
+    (found,) = search(wrong_if((word, {})), 40).deviations()
+    assert (found.example.subject, found.example.world) == (subject, world)
+    assert found.example.planned.case.model == "drawn:1.1"
 
 
 def drawn(number: int) -> list[str]:
     judged: list[str] = []
 
-    def judge(item: Item) -> Sequence[Finding]:
-        judged.append(f"{item.subject.variant} {item.planned.case}")
+    def judge(item: Example) -> Sequence[Finding]:
+        judged.append(str(item))
         return [finding(item, Verdict.PASS)]
 
     assert not list(search(judge, number).deviations())
@@ -122,10 +161,10 @@ def test_several_deviations_are_told_apart() -> None:
     )
     found = {d.finding.check: d for d in search(wrong_if(*rules), 500).deviations()}
     assert set(found) == {"frozen.kept", "gradients.value", "resume.model"}
-    assert found["frozen.kept"].item.planned.case.model in ("drawn:1.(1)f.1", "drawn:1.(1)fr.1")
-    assert found["resume.model"].item.planned.case.scenario == "checkpoint"
+    assert found["frozen.kept"].example.planned.case.model in ("drawn:1.(1)f.1", "drawn:1.(1)fr.1")
+    assert found["resume.model"].example.planned.case.scenario == "checkpoint"
     for check, deviation in found.items():  # none has become another one while it was made smaller
-        first_met = next(more["check"] for word, more in rules if word in deviation.met)
+        first_met = next(more["check"] for word, more in rules if word in str(deviation.met))
         assert first_met == check
 
 
@@ -150,41 +189,81 @@ def test_an_exception_is_another_one_if_it_says_something_else() -> None:
 
 
 def test_what_is_wrong_once_only_is_said_to_be() -> None:
-    seen: list[Item] = []
+    seen: list[Example] = []
 
-    def judge(item: Item) -> Sequence[Finding]:
+    def judge(item: Example) -> Sequence[Finding]:
         seen.append(item)
         wrong = len(seen) == 5
         return [finding(item, Verdict.FAIL if wrong else Verdict.PASS)]
 
     (found,) = search(judge, 30).deviations()
     assert not found.steady
-    assert found.item is seen[4]
+    assert found.example is seen[4]
     assert found.tried == 5
+
+
+def test_what_is_wrong_once_only_hides_nothing_of_its_kind() -> None:
+    seen: list[Example] = []
+
+    def judge(item: Example) -> Sequence[Finding]:
+        seen.append(item)
+        wrong = len(seen) == 5 or (len(seen) > 20 and ")r" in str(item))
+        return [finding(item, Verdict.FAIL if wrong else Verdict.PASS)]
+
+    first, second = search(judge, 200).deviations()
+    assert (first.steady, second.steady) == (False, True)
+    assert kind_of(first.finding) == kind_of(second.finding)
+    assert second.example.planned.case.model == "drawn:1.(1)r.1"
 
 
 @pytest.mark.parametrize("steady", [False, True])
 def test_the_command_runs_again_what_went_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, steady: bool
 ) -> None:
-    runs: list[Item] = []
+    runs: list[Example] = []
 
-    def report(_: Matrix, item: Item) -> list[Reported]:
+    def report(_: Matrix, item: Example) -> list[Reported]:
         runs.append(item)
         wrong = len(runs) >= 5 if steady else len(runs) == 5
         return [Reported(finding=finding(item, Verdict.FAIL if wrong else Verdict.PASS))]
 
     monkeypatch.setattr(Matrix, "report", report)
-    session = Session(Setting(directory=tmp_path))
-    judged = Judged(session, Expectations(), with_control=False)
-    (found,) = search(judged, 5).deviations()
+    settings = {world: Setting(world=world, directory=tmp_path / str(world)) for world in (1, 2, 4)}
+    with Judged(settings, Expectations(), with_control=False) as judged:
+        (found,) = search(judged, 5).deviations()
     assert found.steady is steady
+
+
+def test_each_world_has_ranks_of_its_own_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[Session, Subject, str]] = []
+
+    def run(session: Session, subject: Subject, what: Case, **_: object) -> Path:
+        ran.append((session, subject, str(what)))
+        raise RuntimeError("no ranks here")
+
+    monkeypatch.setattr(Session, "run", run)
+    asked: list[Example] = []
+    assert not list(search(lambda item: asked.append(item) or [], 12).deviations())
+    asked = [replace(one, world=world) for one in asked for world in (1, 2, 4)]
+    settings = {world: Setting(world=world, directory=tmp_path / str(world)) for world in (1, 2, 4)}
+    with Judged(settings, Expectations(), with_control=False) as judged:
+        for one in (*asked, *asked):
+            judged(one)
+    due = dict.fromkeys((one.world, one.subject, str(one.planned.case)) for one in asked)
+    assert [(session.setting.world, *what) for session, *what in ran] == list(due)
+    assert {(s.setting.world, s.setting.directory) for s, *_ in ran} == {
+        (world, setting.directory) for world, setting in settings.items()
+    }
+    assert len({id(session) for session, *_ in ran}) == 3
+    assert judged.faults
 
 
 def test_only_what_is_claimed_is_asked_for() -> None:
     asked: set[str] = set()
 
-    def judge(item: Item) -> Sequence[Finding]:
+    def judge(item: Example) -> Sequence[Finding]:
         asked.add(item.planned.case.scenario)
         acts = item.planned.case.option("acts")
         assert not set(acts) & set("imdnw"), acts

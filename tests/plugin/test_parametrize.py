@@ -49,7 +49,7 @@ class Mine(Adapter):
 CHECKS = ["gradients.scale", "clip.gradients", "clip.norm", "two_forwards.gradients"]
 
 
-@parametrize_with_checks(Mine, models=["mlp"], checks=CHECKS, device="cpu", expect="expected.txt")
+@parametrize_with_checks(Mine, models="mlp", checks=CHECKS, device="cpu", expect="expected.txt")
 def test_mine(check):
     check()
 '''
