@@ -1,4 +1,4 @@
-"""What runs inside ranks: one scenario with a wrapper, or the oracle's three runs of it.
+"""What runs inside ranks: one scenario with a wrapper, or the oracle's runs of it.
 
 Called by name through `conformance.ranks`; arguments and results are plain data.
 """
@@ -53,9 +53,14 @@ LOW_RUNS: Mapping[str, Flavour] = {**ORACLE_RUNS, "nudged": Flavour(nudge=True)}
 """Of a wrapper that computes in a low dtype."""
 
 
-def oracle_runs(conventions: Conventions) -> Mapping[str, Flavour]:
-    """The runs of the oracle for an adapter with these conventions."""
-    return LOW_RUNS if Precision.of(conventions).lowers else ORACLE_RUNS
+def oracle_runs(conventions: Conventions, world: int) -> Mapping[str, Flavour]:
+    """The runs of the oracle for an adapter with these conventions, in jobs of at most `world`.
+
+    The sum of two is the same in either order: up to two ranks, the reversed run would be the
+    reference once more, bit for bit.
+    """
+    runs = LOW_RUNS if Precision.of(conventions).lowers else ORACLE_RUNS
+    return {name: run for name, run in runs.items() if world > 2 or not run.reverse}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +100,7 @@ class OracleRequest:
         capabilities: those that change what the scenario does.
         case: the case's string.
         seed: of the ranks' random numbers.
-        directory: where the three histories go.
+        directory: where the histories of its runs go.
         second_world: virtual ranks of the case's second job; ``None`` if it has one job only.
         second: whether this is the second job; the oracle runs both in one.
     """
@@ -186,12 +191,12 @@ def program_of(scenario: Scenario, *, second: bool) -> Callable[[Run], None]:
 
 
 def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
-    """Run one case unsharded, three times: reference, float64, other order of additions.
+    """Run one case unsharded: reference, float64, and what else `oracle_runs` says.
 
-    With a low dtype once more. The runs are dealt to the ranks, which know nothing of each other:
-    no collective. Of a case with two jobs, each run is both.
+    The runs are dealt to the ranks, which know nothing of each other: no collective. Of a case with
+    two jobs, each run is both.
     """
-    runs = oracle_runs(request.conventions)
+    runs = oracle_runs(request.conventions, max(request.world, request.second_world or 0))
     mine = list(runs.items())[context.rank :: context.world_size]
     with context.recorder.off():
         for name, flavour in mine:
@@ -199,7 +204,7 @@ def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
 
 
 def _run_virtual(context: RankContext, request: OracleRequest, name: str, flavour: Flavour) -> None:
-    """One of the three runs of the oracle, with both jobs of a case that has two."""
+    """One of the runs of the oracle, with both jobs of a case that has two."""
     kept: dict[Path, tuple[Any, Any]] = {}
     states = None
     for job in request.jobs():

@@ -28,6 +28,7 @@ class Source:
     device: torch.device
 
 
+@torch.no_grad()  # else each `to_local` is a node of autograd
 def full_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Full copies on CPU, in the order of `tensors`; plain tensors are copied as they are.
 
@@ -37,6 +38,7 @@ def full_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Memory: everything once in full on the device, per group, dtype and device.
     """
     together: dict[Source, dict[str, DTensor]] = {}
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # a mesh looks them up by name
     copies: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if not is_dtensor(tensor):
@@ -46,8 +48,11 @@ def full_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if mesh_dim is None:
             copies[key] = tensor.full_tensor().detach().to("cpu", copy=True)
         else:
-            group = tensor.device_mesh.get_group(mesh_dim)
-            source = Source(group, tensor.dtype, tensor.to_local().device)
+            mesh = tensor.device_mesh
+            place = (id(mesh), mesh_dim)
+            if place not in groups:
+                groups[place] = mesh.get_group(mesh_dim)
+            source = Source(groups[place], tensor.dtype, tensor.device)
             together.setdefault(source, {})[key] = tensor
     for source, members in together.items():
         copies |= _gathered(source, members)
@@ -67,7 +72,6 @@ def _only_sharded(tensor: DTensor) -> int | None:
     return cut[0] if plain else None
 
 
-@torch.no_grad()  # else each `to_local` is a node of autograd
 def _gathered(source: Source, members: Mapping[str, DTensor]) -> dict[str, Tensor]:
     world = dist.get_world_size(source.group)
     widths = [math.prod(_piece_shape(tensor, 0, world)) for tensor in members.values()]

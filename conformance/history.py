@@ -118,8 +118,9 @@ class HistoryWriter:
 
     def collectives(self, records: Iterable[Any]) -> None:
         """Record the collectives that this rank issued, in order; dataclass instances."""
-        for record in records:
-            self._line({"kind": "collective", **vars(record)})
+        lines = (json.dumps({"kind": "collective", **vars(record)}) + "\n" for record in records)
+        self._lines.writelines(lines)
+        self._lines.flush()
 
     def close(self) -> None:
         """Write the tensors. Blocks until they are in the page cache."""

@@ -7,6 +7,7 @@ by the same loop. Must not know files of a report, nor how anything is printed.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -34,6 +35,31 @@ Histories = Callable[[Item], Path]
 
 
 @dataclass(kw_only=True)
+class _Queue:
+    """Hands out items in their order, each thread's models before those of others.
+
+    A thread has ranks of its own, and what a wrapper has once worked out for the shapes of a model,
+    as DTensor does for every operator, these need not work out again.
+
+    Attributes:
+        items: those that are left.
+    """
+
+    items: list[Item]
+    _owners: dict[str, int] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def take(self) -> Item:
+        """The next item of this thread: of a model of its own or nobody's, else somebody's last."""
+        own = threading.get_ident()
+        with self._lock:
+            for index, item in enumerate(self.items):
+                if self._owners.setdefault(item.planned.case.model, own) == own:
+                    return self.items.pop(index)
+            return self.items.pop()
+
+
+@dataclass(kw_only=True)
 class Matrix:
     """Judges items.
 
@@ -56,12 +82,16 @@ class Matrix:
     def run(self, items: Sequence[Item], *, jobs: int) -> Iterator[tuple[Item, list[Reported]]]:
         """Judge all items, `jobs` at a time; yields each as soon as it is judged."""
         executor = ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="case")
+        queue = _Queue(items=list(items))
         try:
-            waiting = {executor.submit(self.report, item): item for item in items}
-            for done in as_completed(waiting):
-                yield waiting[done], done.result()
+            for done in as_completed([executor.submit(self._next, queue) for _ in items]):
+                yield done.result()
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self, queue: _Queue) -> tuple[Item, list[Reported]]:
+        item = queue.take()
+        return item, self.report(item)
 
     def report(self, item: Item) -> list[Reported]:
         """What the log says about one item."""

@@ -79,7 +79,7 @@ class OracleRun(Run):
     """A `Run` whose adapter is a `Truth`.
 
     Attributes:
-        suspects: whether to record what defects would have produced; one of the three runs does.
+        suspects: whether to record what defects would have produced; one of the runs does.
     """
 
     suspects: bool = False

@@ -5,8 +5,11 @@ Knows processes and folders; what the numbers mean is `conformance.judge`'s busi
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +31,7 @@ from conformance.execute import (
     run_oracle,
 )
 from conformance.judge import Ran
+from conformance.machine import is_full
 from conformance.oracle_precision import LOWERED, Precision
 from conformance.preload import PRELOAD
 from conformance.ranks import Job, Outcome, RankPool, RankVerdict
@@ -43,7 +47,7 @@ class Baseline:
     """What says what is right.
 
     Attributes:
-        program: job that writes its three histories of a case.
+        program: job that writes its histories of a case.
         cannot: scenarios that it is itself wrong in.
         job_by_job: whether it needs the ranks of each job of a case; else one job does them all.
     """
@@ -215,20 +219,21 @@ class Session:
         fresh = subject.mutant is not None
         first = self._pool(stored.world).run(job, timeout=timeout, fresh=fresh)
         if stored.second_world is None or first.verdict is not RankVerdict.OK:
-            return replace(stored, ran=ran(first))
+            return replace(stored, ran=ran(first, directory))
         job = Job.of(run_case, request=replace(request, second=True))
         same = stored.second_world == stored.world
         second = self._pool(stored.second_world).run(job, timeout=timeout, fresh=fresh or same)
-        told = f"in the second job, of {stored.second_world} ranks: {second.sentence}"
+        then = ran(second, directory)
+        told = f"in the second job, of {stored.second_world} ranks: {then.sentence}"
         both = replace(
-            ran(second),
-            sentence=told if second.sentence else "",
+            then,
+            sentence=told if then.sentence else "",
             seconds=first.seconds + second.seconds,
         )
         return replace(stored, ran=both, second_ran=True)
 
     def _oracle(self, case: Case, conventions: Conventions, capabilities: frozenset[str]) -> Path:
-        """Folder of the oracle's three histories of a case; runs them if they are not there."""
+        """Folder of the oracle's histories of a case; runs them if they are not there."""
         setting = self.setting
         # the only claims that change what is run; others share the oracle's runs
         clips = case.scenario in TRAINING or "c" in case.option("acts")
@@ -297,11 +302,18 @@ def devices_of(pool: int, world: int, shared: Sequence[int]) -> tuple[int, ...] 
     return tuple(shared[(pool * world + rank) % len(shared)] for rank in range(world))
 
 
-def ran(outcome: Outcome) -> Ran:
-    """How the ranks of a job fared."""
+def ran(outcome: Outcome, folder: Path) -> Ran:
+    """How the ranks of a job fared that writes into `folder`.
+
+    What went wrong on a full disk says so: a rank that it kills does not, nor do all exceptions.
+    """
+    sentence = outcome.sentence
+    if outcome.verdict not in (RankVerdict.OK, RankVerdict.SKIP):
+        full = [str(f) for f in (folder, Path(tempfile.gettempdir())) if is_full(f)]
+        sentence += f"; {os.strerror(errno.ENOSPC)}: {full[0]}" if full else ""
     return Ran(
         verdict=outcome.verdict,
-        sentence=outcome.sentence,
+        sentence=sentence,
         seconds=outcome.seconds,
         reported=all(report is not None for report in outcome.reports),
     )

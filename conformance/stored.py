@@ -16,7 +16,7 @@ from conformance import models
 from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.checks import Check, Evidence
-from conformance.execute import of_job, oracle_runs
+from conformance.execute import ORACLE_RUNS, of_job, oracle_runs
 from conformance.history import History
 from conformance.judge import Judgement, Ran, all_unsupported, judge
 from conformance.ranks import RankVerdict
@@ -67,6 +67,13 @@ class Stored:
     second_ran: bool = False
     unsupported: str = ""
 
+    @property
+    def truths(self) -> tuple[str, ...]:
+        """Names of the runs of what says what is right."""
+        if self.baseline != "oracle":
+            return tuple(ORACLE_RUNS)
+        return tuple(oracle_runs(self.conventions, max(self.world, self.second_world or 0)))
+
     def write(self, directory: Path) -> None:
         """Write ``case.json``; it comes last, so a folder that has it is complete."""
         content = asdict(self) | {"capabilities": sorted(self.capabilities)}
@@ -110,7 +117,7 @@ def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[F
         history=history,
         oracle=_read_oracle(
             root / stored.oracle,
-            tuple(oracle_runs(stored.conventions)),
+            stored.truths,
             stored.world,
             stored.second_world,
         ),
@@ -126,7 +133,8 @@ def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[F
 def _read_oracle(
     directory: Path, runs: tuple[str, ...], world: int, second_world: int | None
 ) -> Oracle:
-    return Oracle(**{name: _read_truth(directory / name, world, second_world) for name in runs})
+    read = {name: _read_truth(directory / name, world, second_world) for name in runs}
+    return Oracle(**{"reversed": read["reference"], **read})
 
 
 def _read_truth(directory: Path, world: int, second_world: int | None) -> History:

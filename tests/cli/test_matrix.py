@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -207,3 +208,33 @@ def test_every_item_is_judged_once_whatever_the_number_of_threads(monkeypatch) -
     items = [replace(item(), subject=Subject(adapter=ADAPTER, variant=str(n))) for n in range(20)]
     done = [one.subject.variant for one, _ in matrix(histories=histories).run(items, jobs=3)]
     assert sorted(done) == sorted(judged) == sorted(str(n) for n in range(20))
+
+
+def models_by_thread(monkeypatch, models: Sequence[str]) -> list[list[str]]:
+    """Judge a case of each of `models` in two threads that go step by step: the models of either.
+
+    A thread that gets nothing breaks the barrier of the other one.
+    """
+    taken: dict[int, set[str]] = {}
+    both = threading.Barrier(2)
+
+    def histories(item: Item) -> Path:
+        both.wait(timeout=20)
+        taken.setdefault(threading.get_ident(), set()).add(item.planned.case.model)
+        return Path("history")
+
+    monkeypatch.setattr(matrix_module, "judge_stored", lambda d, root, checks: [finding("PASS")])
+    items = [item(case=CASE.replace("mlp", model)) for model in models]
+    reported = [one for _, found in matrix(histories=histories).run(items, jobs=2) for one in found]
+    assert [str(one.finding.verdict) for one in reported] == ["PASS"] * len(models)
+    return sorted(sorted(own) for own in taken.values())
+
+
+def test_the_cases_of_a_model_are_one_threads(monkeypatch) -> None:
+    models = ["mlp", "mlp", "tiny", "tiny", "mlp", "mlp", "tiny", "tiny"]
+    assert models_by_thread(monkeypatch, models) == [["mlp"], ["tiny"]]
+
+
+def test_a_thread_without_models_of_its_own_helps(monkeypatch) -> None:
+    models = ["mlp", "tiny", "mlp", "mlp", "mlp", "mlp"]
+    assert models_by_thread(monkeypatch, models) == [["mlp"], ["mlp", "tiny"]]

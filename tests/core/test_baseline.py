@@ -12,7 +12,13 @@ from torch import Tensor
 from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.checks import CHECKS
-from conformance.execute import ORACLE_RUNS, OracleRequest, run_baseline, run_oracle
+from conformance.execute import (
+    ORACLE_RUNS,
+    OracleRequest,
+    oracle_runs,
+    run_baseline,
+    run_oracle,
+)
 from conformance.history import History, as_tensor
 from conformance.preload import PRELOAD
 from conformance.ranks import Job, RankPool, RankVerdict
@@ -51,8 +57,9 @@ def truths(pool: RankPool, directory: Path, case: str, conventions: Conventions)
         )
         outcome = pool.run(Job.of(program, request=request), timeout=120)
         assert outcome.verdict is RankVerdict.OK, [r and r.traceback for r in outcome.reports]
-        histories = {run: History.read(directory / name / run, 2) for run in ORACLE_RUNS}
-        found.append(Oracle(**histories))
+        runs = oracle_runs(conventions, 2) if program is run_oracle else ORACLE_RUNS
+        histories = {run: History.read(directory / name / run, 2) for run in runs}
+        found.append(Oracle(**{"reversed": histories["reference"], **histories}))
     return found
 
 

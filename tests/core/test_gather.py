@@ -23,6 +23,7 @@ def gather_everything(context: RankContext) -> dict[str, Any]:
         "rows": (flat, [Shard(0)]),
         "copies": (flat, [Replicate()]),
         "hybrid": (grid, [Replicate(), Shard(0)]),
+        "outer": (grid, [Shard(0), Replicate()]),
         "twice": (grid, [Shard(0), Shard(0)]),
     }
     originals, tensors = {}, {}
@@ -57,5 +58,5 @@ def test_copies_are_the_originals_and_take_one_collective_a_group_and_dtype() ->
             "order": True,
             "wrong": [],
             "aliased": [],
-            "collectives": ["all_gather"] * 4,
+            "collectives": ["all_gather"] * 6,
         }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from conformance.adapter import BuildConfig, Conventions, OptimizerFactory
+from conformance.execute import oracle_runs
 from conformance.oracle import VirtualRanks
 from conformance.per_rank import PerRank
 
@@ -47,6 +49,31 @@ def test_one_step_is_the_step_on_the_concatenated_batch() -> None:
         torch.testing.assert_close(parameter, expected - 0.1 * expected.grad)
     per_rank = torch.stack(list(result.losses[0].values))  # type: ignore[attr-defined]
     torch.testing.assert_close(per_rank.mean(), whole.detach())
+
+
+def trained(world: int, conventions: Conventions, *, reverse: bool) -> list[torch.Tensor]:
+    """Parameters after steps of two micro-batches of every rank."""
+    oracle = VirtualRanks(world, conventions, frozenset(), seed=0, reverse=reverse)
+    w = oracle.build(linear(), SGD, CONFIG)
+    batches = data(2 * world, size=64)
+    for _ in range(5):
+        oracle.step(w, [PerRank(batches[:world]), PerRank(batches[world:])], loss)
+    return [p.detach() for p in w.module.parameters()]
+
+
+@pytest.mark.parametrize("reduced_as", ["parameter", "bfloat16"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_run_with_the_other_order_is_made_where_the_order_makes_a_difference(
+    world: int, reduced_as: str
+) -> None:
+    conventions = Conventions(reduced_as=reduced_as)
+    pairs = zip(
+        trained(world, conventions, reverse=False),
+        trained(world, conventions, reverse=True),
+        strict=True,
+    )
+    differ = not all(torch.equal(one, other) for one, other in pairs)
+    assert ("reversed" in oracle_runs(conventions, world)) == differ
 
 
 def test_three_micro_batches_are_the_mean_of_their_gradients() -> None:
