@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp.dtensor_optimizers import expect_served
 from fsdp.empty_shard import EmptyShard
 from fsdp.engine.exposure import CutShard
 from fsdp.engine.layout import Extent, side_by_side
@@ -128,6 +129,7 @@ def shard_parameter(
         data_parallel_dims=data_parallel_dims(original, info),
     )
     param.install(sharded)
+    expect_served(sharded, param.name)
     return param
 
 
@@ -191,6 +193,7 @@ class DTensorExposure:
         if found is not param.sharded:
             param.sharded = cast("nn.Parameter", found)
             param.install(param.sharded)
+            expect_served(param.sharded, param.name)
         param.spec = spec
 
     def leaf(self, param: DTensorParam, whole: torch.Tensor) -> nn.Parameter:

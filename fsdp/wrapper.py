@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.engine.forward import post_forward, pre_forward
-from fsdp.engine.hooks import untraced
+from fsdp.engine.torch_private import untraced, untraced_frame
 from fsdp.optim_state.face import OptimizerStates
 from fsdp.outer_form import check_outer_forms
 from fsdp.plain_names import WRAPPED
@@ -144,19 +144,20 @@ class FullyShardedDataParallel(Gradients, WholeParameters, States, OptimizerStat
         self._fsdp_wrapped_module = module
         self._install_state_hooks()
 
+    @untraced_frame
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with whole parameters.
 
         *Collective* over the shard group, unless the parameters are whole already.
         """
-        args, kwargs = _before(self, args, kwargs)
+        args, kwargs = _begin(self, args, kwargs)
         try:
             # As an attribute it is looked for in three places.
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            _after_failure(self, args)
+            _fail(self, args)
             raise
-        return _after(self, args, output)
+        return _end(self, args, output)
 
     def check_is_root(self) -> bool:
         """Return whether this unit is the outermost; initialises the tree if it is.
@@ -191,6 +192,7 @@ def _refuse_copy() -> NoReturn:
     )
 
 
+@untraced
 def _begin(
     unit: FullyShardedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -205,6 +207,7 @@ def _begin(
     return pre_forward(state, unit, args, kwargs)
 
 
+@untraced
 def _end(unit: FullyShardedDataParallel, args: tuple[Any, ...], output: Any) -> Any:
     """Do what is due after it has run."""
     output = post_forward(unit._state, unit, args, output)
@@ -213,10 +216,7 @@ def _end(unit: FullyShardedDataParallel, args: tuple[Any, ...], output: Any) -> 
     return output
 
 
+@untraced
 def _fail(unit: FullyShardedDataParallel, args: tuple[Any, ...]) -> None:
     """Do what is due after it has raised, inside the handler."""
     post_forward(unit._state, unit, args, None)
-
-
-# The compiler must not look into them: they communicate, and change what is registered.
-_before, _after, _after_failure = untraced(_begin), untraced(_end), untraced(_fail)

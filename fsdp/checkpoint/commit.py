@@ -21,7 +21,8 @@ class Commit:
         staged: what was read for them.
 
     Raises:
-        ValueError: the optimizers train other parameters, or have other groups, than those saved.
+        ValueError: the optimizers train other parameters, or have other groups, or are of another
+            kind, than those saved.
     """
 
     def __init__(self, local: Local, staged: Staged) -> None:
@@ -29,6 +30,7 @@ class Commit:
         view = local.view
         self._states = view.wanted(staged.saved())
         self._groups = view.matched_groups(staged.groups) if view.optimizers else []
+        view.check_kind(self._groups, self._states)
 
     @torch.no_grad()
     def run(self) -> None:

@@ -46,10 +46,16 @@ def load(
     ``fully_shard`` and of plain models, in any world. A parameter that had no optimizer state has
     none afterwards.
 
+    Optimizers get the options that were saved, and what those switch on or off: with ``amsgrad`` or
+    ``momentum`` here and not there, a parameter goes on without. An option that was not saved, of
+    another version of torch, stays what it is here. Optimizers of another kind are refused: those
+    that keep an entry that was not saved, with the saved options, and those that lack options that
+    were saved while others were not; Adam, AdamW and RAdam keep the same, and take each other's.
+
     Args:
         path: a directory that all ranks see.
         model: of the same plain model as was saved.
-        optimizers: of the same parameters; None: optimizer states are not read.
+        optimizers: of the same parameters and kind; None: optimizer states are not read.
         process_group: the ranks that have the model; None: all.
         model_key: under which key of the saved dict the model's state is; levels are separated by
             dots, empty: at the top. For ``save``'s own checkpoints: the default.
@@ -64,7 +70,7 @@ def load(
         FileNotFoundError: no checkpoint is there.
         CheckpointError: a file is missing, short, has other bits than were written, or is not
             listed; or another checkpoint took the place of this one meanwhile.
-        ValueError: it is of another model or of other optimizers.
+        ValueError: it is of another model, of other optimizers or of another kind of them.
         RuntimeError: the model is in forward or backward, or inside ``summon_full_params``.
 
     Whatever is raised is raised on all ranks, and nothing was changed.

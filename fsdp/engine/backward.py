@@ -10,16 +10,30 @@ from torch import nn
 from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import Prefetches, TrainingState
-from fsdp.engine.torch_private import queue_callback
+from fsdp.engine.torch_private import in_compiled_backward, queue_callback, untraced
 from fsdp.engine.trace import logger, trace
 from fsdp.engine.unit import FSDPState
 
 
+@untraced
 def pre_backward(state: FSDPState, gradient: torch.Tensor) -> torch.Tensor:
-    """Gather the unit's parameters again; runs when the gradient of an output is there."""
-    state.enter(TrainingState.PRE_BACKWARD)
+    """Gather the unit's parameters again; runs when the gradient of an output is there.
+
+    Raises:
+        RuntimeError: compiled autograd runs this backward.
+    """
     context = state.context
-    if not context.post_backward_final_callback_queued:
+    first = not context.post_backward_final_callback_queued
+    if first and in_compiled_backward():
+        # It drops the callback below, without a word.
+        raise RuntimeError(
+            f"the backward of '{state.name}' is run by compiled autograd, which does not tell when "
+            "it is over: gradients would not be reduced. Call backward without it "
+            "(torch._dynamo.config.compiled_autograd = False); what was compiled for forward has a "
+            "compiled backward either way."
+        )
+    state.enter(TrainingState.PRE_BACKWARD)
+    if first:
         context.post_backward_final_callback_queued = True
         queue_callback(functools.partial(end_of_backward, state.root_of_iteration()))
     with without_gradients():  # which are on in a backward that is differentiated itself
@@ -77,6 +91,7 @@ def _prefetch_previous(state: FSDPState, group: FSDPParamGroup, index: int) -> N
         _prefetch(target)
 
 
+@untraced
 def end_of_backward(root: FSDPState) -> None:
     """Close what backward left open; runs once, when backward is over."""
     logger.debug("FSDP::root_post_backward")

@@ -15,7 +15,7 @@ from fsdp.engine.grad_mode import without_gradients
 from fsdp.engine.lazy_init import lazy_init
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import TrainingState
-from fsdp.engine.torch_private import graph_task, hook_gradient
+from fsdp.engine.torch_private import graph_task, hook_gradient, untraced
 from fsdp.engine.trace import logger, trace
 from fsdp.engine.tree import cast_floats, grad_tensors, map_tensors, to_device
 from fsdp.engine.unit import FSDPState
@@ -24,6 +24,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+@untraced
 def pre_forward(
     state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
@@ -122,6 +123,7 @@ def _watched(group: FSDPParamGroup, args: Args, kwargs: Kwargs) -> tuple[Args, K
     return args, kwargs
 
 
+@untraced
 def post_forward(state: FSDPState, module: nn.Module, args: Any, output: Any) -> Any:
     """Reshard as the policy says and hook the outputs, after ``module`` ran."""
     if output is None and sys.exc_info()[0] is not None:

@@ -1,45 +1,28 @@
 """Installs a unit on its modules: forward hooks and state-dict hooks.
 
-Every hook is a trampoline to a named method. Nothing is decided here.
+Every hook is a trampoline to a named function, none of which the compiler enters. Nothing is
+decided here.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp.engine.forward import post_forward, pre_forward
 from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.torch_private import untraced_frame
 from fsdp.engine.unit import FSDPState
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def untraced(method: Callable[P, R]) -> Callable[P, R]:
-    """Return ``method``, kept out of graphs that the compiler captures around it.
-
-    The compiler is asked only while it traces: importing it costs seconds, and a permanent
-    guard costs more per call than most hooks.
-    """
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            hidden: Callable[P, R] = torch._dynamo.disable(method, recursive=True)
-            return hidden(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return call
 
 
 def install_forward_hooks(state: FSDPState) -> None:
     """Run ``state`` around the forward of each of its modules."""
-    before = untraced(functools.partial(pre_forward, state))
-    after = untraced(functools.partial(post_forward, state))
+    before = functools.partial(pre_forward, state)
+    after = functools.partial(post_forward, state)
     for module in state.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # Called as well when forward raises: nothing else tells that it did.
@@ -49,17 +32,17 @@ def install_forward_hooks(state: FSDPState) -> None:
 def wrap_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
     """Run ``state`` around another method of ``module`` than ``forward``."""
     original = getattr(module, method_name)
-    before, after = untraced(pre_forward), untraced(post_forward)
 
+    @untraced_frame
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before(state, module, args, kwargs)
+        args, kwargs = pre_forward(state, module, args, kwargs)
         try:
             output = original(*args, **kwargs)
         except Exception:
-            after(state, module, args, None)
+            post_forward(state, module, args, None)
             raise
-        return after(state, module, args, output)
+        return post_forward(state, module, args, output)
 
     setattr(module, method_name, wrapped)
 

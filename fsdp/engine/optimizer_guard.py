@@ -2,16 +2,20 @@
 
 Names parameters that an optimizer must not hold, at its first step: one that was made before
 sharding, or while parameters are whole, would step on tensors that nobody reads afterwards,
-silently, for a whole training run. And tells trees of units of every step: it makes old what they
-have gathered.
+silently, for a whole training run. Lets others look at an optimizer before its first step, for what
+they know of its parameters. And tells trees of units of every step: it makes old what they have
+gathered.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -20,7 +24,11 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-_MARK = "_fsdp_not_for_optimizers"
+from fsdp.engine.torch_private import untraced
+
+Look = Callable[[Optimizer, Mapping[torch.Tensor, str]], None]
+
+_MARK = "_fsdp_seen_by_optimizers"
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -32,11 +40,11 @@ class Listener(Protocol):
 
 
 class _Mark:
-    """What a parameter is called and why no optimizer may hold it; lives as long as it does."""
+    """What a parameter is called, and who looks at its optimizers; lives as long as it does."""
 
-    def __init__(self, name: str, reason: str) -> None:
+    def __init__(self, name: str, look: Look) -> None:
         self.name = name
-        self.reason = reason
+        self.look = look
 
 
 class _Guard:
@@ -58,6 +66,7 @@ class _Guard:
                     register_optimizer_step_post_hook(self._tell),
                 ]
 
+    @untraced
     def _tell(self, *_args: Any) -> None:
         for listener in list(self.listeners):
             listener.after_step()
@@ -79,26 +88,47 @@ def tell_of_steps(listener: Listener) -> None:
     _guard.listeners.add(listener)
 
 
-def refuse_in_optimizers(param: nn.Parameter, name: str, reason: str) -> None:
-    """Let an optimizer that holds ``param`` raise at its first step.
+def look_at_optimizers(param: nn.Parameter, name: str, look: Look) -> None:
+    """Call ``look`` before the first step of an optimizer that holds ``param``.
 
-    Every optimizer of the process is looked at, once, as long as such a parameter is alive.
+    It is given the optimizer, and by name the parameters in it that were given the same ``look``;
+    what it raises, the step raises, and the next one is looked at again. Every optimizer of the
+    process is looked at, once, as long as such a parameter is alive.
     """
-    mark = _Mark(name, reason)
+    mark = _Mark(name, look)
     setattr(param, _MARK, mark)
     _guard.watch(mark)
 
 
-def _check_optimizer(optimizer: Optimizer, *_args: Any) -> None:
-    if optimizer in _checked:
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    marks = [mark for param in params if (mark := getattr(param, _MARK, None)) is not None]
-    if marks:
-        shown = ", ".join(mark.name for mark in marks[:3]) + (", ..." if len(marks) > 3 else "")
+def refuse_in_optimizers(param: nn.Parameter, name: str, reason: str) -> None:
+    """Let an optimizer that holds ``param`` raise a ValueError at its first step."""
+    look_at_optimizers(param, name, _refusal(reason))
+
+
+@functools.cache
+def _refusal(reason: str) -> Look:
+    """Return what refuses for ``reason``, the same object for each parameter."""
+
+    def refuse(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        shown = ", ".join([*names.values()][:3]) + (", ..." if len(names) > 3 else "")
         raise ValueError(
-            f"{type(optimizer).__name__} holds {len(marks)} parameters that {marks[0].reason} "
+            f"{type(optimizer).__name__} holds {len(names)} parameters that {reason} "
             f"({shown}): its steps would change nothing. Make the optimizer over the sharded "
             "parameters, after sharding."
         )
+
+    return refuse
+
+
+@untraced
+def _check_optimizer(optimizer: Optimizer, *_args: Any) -> None:
+    if optimizer in _checked:
+        return
+    names: dict[Look, dict[torch.Tensor, str]] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        mark: _Mark | None = getattr(param, _MARK, None)
+        if mark is not None:
+            names.setdefault(mark.look, {})[param] = mark.name
+    for look, of_params in names.items():
+        look(optimizer, of_params)
     _checked.add(optimizer)

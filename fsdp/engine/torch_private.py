@@ -5,14 +5,20 @@ One test asserts that every name still exists, and lists the few that stand in o
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch.autograd import Variable
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -42,6 +48,7 @@ __all__ = [
     "group_of",
     "has_replicate",
     "hook_gradient",
+    "in_compiled_backward",
     "is_persistent",
     "load_hooks",
     "local_tensor",
@@ -58,6 +65,8 @@ __all__ = [
     "spec_with_dtype",
     "split_factor_of",
     "strided_shard",
+    "untraced",
+    "untraced_frame",
     "without_dispatch",
 ]
 
@@ -239,6 +248,12 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_compiled_backward() -> bool:
+    """Whether the compiler runs the backward under way; asking does not import the compiler."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.in_compiled_autograd_region
+
+
 # Turns the recording of gradients on or off; the public contexts are three objects each.
 set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
 
@@ -307,3 +322,38 @@ def has_replicate(module: torch.nn.Module) -> bool:
 def without_dispatch() -> AbstractContextManager[Any]:
     """Let a tensor subclass call the operator that it was asked about; the public way copies."""
     return cast("AbstractContextManager[Any]", torch._C._DisableTorchDispatch())
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ALL, _FRAME = (
+    _FrameExecStrategy(_FrameAction.SKIP, callees)
+    for callees in (_FrameAction.SKIP, _FrameAction.DEFAULT)
+)
+_REASON = (
+    "FSDP gathers and frees parameters here, so no graph goes on from outside a sharded module to "
+    "its inside; with fullgraph=True, compile sharded modules, not what is around them"
+)
+
+
+def untraced(function: F) -> F:
+    """Keep ``function`` and all that it calls out of graphs that the compiler captures.
+
+    As ``torch.compiler.disable`` does, which imports the compiler (seconds) and wraps the function
+    at a price per call above that of most hooks. Marks cost nothing.
+    """
+    return _marked(function, _ALL)
+
+
+def untraced_frame(function: F) -> F:
+    """Keep ``function`` alone out of graphs, not what it calls: see ``untraced``."""
+    return _marked(function, _FRAME)
+
+
+def _marked(function: F, strategy: _FrameExecStrategy) -> F:
+    # For when it runs in what the compiler was told to capture.
+    set_code_exec_strategy(function.__code__, strategy)
+    # For when it would become a part of a graph: there the graph ends.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return function

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fsdp.engine.torch_private import hook_gradient
+from fsdp.engine.torch_private import hook_gradient, untraced
 
 
 class _Watch(torch.autograd.Function):
@@ -19,6 +20,7 @@ class _Watch(torch.autograd.Function):
         return inputs
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.callback()
         return (None, *gradients)
@@ -37,5 +39,10 @@ def watch_inputs(
         return list(_Watch.apply(callback, *inputs))  # type: ignore[no-untyped-call]
     (tensor,) = inputs
     watched = tensor[...]
-    hook_gradient(watched, lambda _gradient: callback())
+    hook_gradient(watched, functools.partial(_tell, callback))
     return [watched]
+
+
+@untraced
+def _tell(callback: Callable[[], None], _gradient: torch.Tensor) -> None:
+    callback()

@@ -46,7 +46,8 @@ class OptimizerStates(LegacyOptimizerStates):
         host.
 
         Raises:
-            ValueError: nothing in ``model`` is wrapped.
+            ValueError: nothing in ``model`` is wrapped, or entries have names where the groups have
+                numbers, or the other way round.
             NotImplementedError: a state of a sharded parameter that cannot be cut with it.
             RuntimeError: ranks or parameters lack states that others have.
             AssertionError: units, or ranks, differ in what they must have in common.

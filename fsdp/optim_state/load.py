@@ -188,7 +188,7 @@ def _add_unmanaged(
     for name, entry in state.items():
         if name in managed:
             continue
-        value = copy.copy(source.other(entry))
+        value = copy.deepcopy(source.other(entry))  # the optimizer takes it for its own
         if name not in unmanaged:
             found[name] = value
         elif unmanaged[name] in target.keys:

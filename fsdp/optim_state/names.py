@@ -99,6 +99,13 @@ class Names:
         """Return the names under which parameters are registered now, wrappers included."""
         return {param: name for name, param in self.model.named_parameters()}
 
+    def of_all(self) -> set[str]:
+        """Return every name that a parameter has, of the plain model and current ones."""
+        return {
+            *(name for key in self.keys.values() for name in key.unflat_param_names),
+            *self.current().values(),
+        }
+
     def of_optimizer(
         self, optim: torch.optim.Optimizer, *, named: bool
     ) -> dict[ParamKey, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Whether an optimizer works element by element, found out on a few numbers.
+"""What an optimizer does, found out on a few numbers: by element or not, and what it keeps.
 
 A shard may be stepped by itself only if stepping on a part gives the part of the step on the
 whole. That is tried: a copy of the optimizer steps on 16 numbers, and two more on 5 and 11 of them.
@@ -7,9 +7,11 @@ whole. That is tried: a copy of the optimizer steps on 16 numbers, and two more 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,25 +53,41 @@ def is_elementwise(
         try:
             before = _generators(device)
             numbers = _numbers(device)
-            start: Mapping[str, Any] = {}
-            try:
-                whole = _stepped(optimizer, group, start, *numbers)
-            except KeyError:  # of torch 2.11 Adagrad makes its states with itself, never in a step
-                start = _made_at_once(optimizer, group)
-                whole = _stepped(optimizer, group, start, *numbers)
+            start, whole = _begun(optimizer, group, *numbers)
             if any(not torch.equal(b, a) for b, a in zip(before, _generators(device), strict=True)):
                 return None
             parts = [
-                _stepped(optimizer, group, start, *(each[at] for each in numbers))
+                _stepped(optimizer, group, start, *(each[at] for each in numbers)).values
                 for at in (slice(None, _CUT), slice(_CUT, None))
             ]
         except Exception:
             return None
-    moved = (whole - numbers[0]).abs().max().item()
+    moved = (whole.values - numbers[0]).abs().max().item()
     if moved == 0:
         return None
-    error = (torch.cat(parts) - whole).abs().max().item()
+    error = (torch.cat(parts) - whole.values).abs().max().item()
     return error <= _TOLERANCE * moved
+
+
+def kept_entries(
+    optimizer: Optimizer, group: Mapping[str, Any], dims: int, device: torch.device
+) -> frozenset[str] | None:
+    """Return what tensors and numbers the state of a parameter of ``dims`` dims has after a step.
+
+    With the options of ``group``; None if that cannot be tried, as for ``is_elementwise``.
+
+    Neither the optimizer nor its parameters nor random generators change. *Memory*: a few numbers.
+    """
+    if not _is_plain(optimizer):
+        return None
+    shape = (4, 4, *[1] * (dims - 2)) if dims > 1 else (_NUMEL,)[:dims]
+    with _kept_generators(device), torch.enable_grad():
+        try:
+            values, gradients = (each[: math.prod(shape)].view(shape) for each in _numbers(device))
+            _, stepped = _begun(optimizer, group, values, gradients)
+        except Exception:
+            return None
+    return stepped.entries
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
@@ -119,14 +137,36 @@ class _PerElement(float):
     """A number that stands for a tensor shaped like the parameter."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Stepped:
+    """What a trial has left: the parameter, and which tensors and numbers its state has."""
+
+    values: torch.Tensor
+    entries: frozenset[str]
+
+
+def _begun(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: torch.Tensor,
+    gradients: torch.Tensor,
+) -> tuple[Mapping[str, Any], _Stepped]:
+    """Return from which state a trial may start, and what it leaves."""
+    try:
+        return {}, _stepped(optimizer, group, {}, values, gradients)
+    except KeyError:  # of torch 2.11 Adagrad makes its states with itself, never in a step
+        start = _made_at_once(optimizer, group)
+        return start, _stepped(optimizer, group, start, values, gradients)
+
+
 def _stepped(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     start: Mapping[str, Any],
     values: torch.Tensor,
     gradients: torch.Tensor,
-) -> torch.Tensor:
-    """Return ``values`` after two steps of a copy of ``optimizer`` from the state ``start``."""
+) -> _Stepped:
+    """Make two steps of a copy of ``optimizer`` on ``values``, from the state ``start``."""
     param = torch.nn.Parameter(values.clone())
     own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     if "lr" in own:
@@ -149,7 +189,9 @@ def _stepped(
     for number in range(_STEPS):
         param.grad = gradients * (1 + number)
         step(probe)
-    return param.detach()
+    left = probe.state.get(param, {})
+    numbers = (key for key, value in left.items() if isinstance(value, (torch.Tensor, int, float)))
+    return _Stepped(values=param.detach(), entries=frozenset(numbers))
 
 
 def _rate(rate: Any) -> Any:

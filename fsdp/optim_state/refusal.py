@@ -6,21 +6,18 @@ state is saved, the shapes of its states tell. An optimizer is looked at once.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
+from fsdp.engine.optimizer_guard import look_at_optimizers
 from fsdp.optim_state.probe import is_elementwise
 from fsdp.optim_state.vocabulary import Entry, Member
 
-_MARK = "_fsdp_stepped_by_element"
 # Lower-case names of classes that need whole tensors, whatever a trial would say.
 _KNOWN = frozenset(
     {
@@ -30,46 +27,6 @@ _KNOWN = frozenset(
 )
 # They see all parameters as one vector in any case, so that end to end is as good as apart.
 _ONE_VECTOR = frozenset({"lbfgs"})
-
-
-class _Mark:
-    """What a parameter is called, and whether it is a part; lives as long as it does."""
-
-    def __init__(self, name: str, *, is_part: bool) -> None:
-        self.name = name
-        self.is_part = is_part
-
-
-class _Watch:
-    """The one hook on every optimizer's step, installed while marked parameters are alive."""
-
-    def __init__(self) -> None:
-        self._marks: set[weakref.ref[_Mark]] = set()
-        self._hook: RemovableHandle | None = None
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # re-entrant: a collection that starts inside may drop a mark on the same thread
-        self._lock = threading.RLock()
-
-    def add(self, mark: _Mark) -> None:
-        with self._lock:
-            self._marks.add(weakref.ref(mark, self._drop))
-            if self._hook is None:
-                self._hook = register_optimizer_step_pre_hook(self._before_step)
-
-    def _drop(self, gone: weakref.ref[_Mark]) -> None:
-        with self._lock:
-            self._marks.discard(gone)
-            if not self._marks and self._hook is not None:
-                self._hook.remove()
-                self._hook = None
-
-    def _before_step(self, optimizer: Optimizer, *_args: Any) -> None:
-        if optimizer not in self._seen:
-            _check(optimizer)
-            self._seen.add(optimizer)
-
-
-_watch = _Watch()
 
 
 def expect_elementwise(param: nn.Parameter, name: str, *, is_part: bool) -> None:
@@ -82,9 +39,7 @@ def expect_elementwise(param: nn.Parameter, name: str, *, is_part: bool) -> None
 
     *Host cost*: a few tiny steps at the first step of an optimizer, a lookup at every other.
     """
-    mark = _Mark(name, is_part=is_part)
-    setattr(param, _MARK, mark)
-    _watch.add(mark)
+    look_at_optimizers(param, name, _check_parts if is_part else _check_joined)
 
 
 def check_entry(member: Member, entry: Entry) -> None:
@@ -102,47 +57,53 @@ def check_entry(member: Member, entry: Entry) -> None:
         _refuse(f"the optimizer state '{state}' has {what}", shown, tuple(member.shape))
 
 
-def _check(optimizer: Optimizer) -> None:
-    """Try each group with sharded parameters.
+def _check_joined(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Look at an optimizer of several whole tensors in one."""
+    if not _is_known(optimizer, _ONE_VECTOR):
+        _check_parts(optimizer, names)
+
+
+def _check_parts(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Try each group with parameters of ``names``, which are parts.
 
     Raises:
-        NotImplementedError: it needs whole tensors.
+        NotImplementedError: it needs whole tensors, or sparse gradients.
     """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise NotImplementedError(
+            "SparseAdam takes sparse gradients only, and those of sharded parameters, such as "
+            f"'{next(iter(names.values()))}', are dense. Use Adam."
+        )
     unknown = False
     for group in optimizer.param_groups:
-        param = next((each for each in group["params"] if hasattr(each, _MARK)), None)
-        if param is None or (
-            _is_known(optimizer, _ONE_VECTOR) and not getattr(param, _MARK).is_part
-        ):
+        param = next((each for each in group["params"] if each in names), None)
+        if param is None:
             continue
         # What is known counts more than a trial on a few numbers.
         known = _is_known(optimizer, _KNOWN)
         answer = False if known else is_elementwise(optimizer, group, param.device)
         if answer is False:
             what = f"{type(optimizer).__name__} does not step element by element"
-            _refuse(what, getattr(param, _MARK).name, tuple(param.shape))
+            _refuse(what, names[param], tuple(param.shape))
         unknown |= answer is None
     if unknown:
-        optimizer.register_step_post_hook(_ShapesOnce())
+        optimizer.register_step_post_hook(_ShapesOnce(names))
 
 
 class _ShapesOnce:
     """Looks at the states of an optimizer that could not be tried, after its first step."""
 
-    def __init__(self) -> None:
-        self._done = False
+    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
+        self._names = names
 
     def __call__(self, optimizer: Optimizer, *_args: Any) -> None:
-        if self._done:
-            return
-        self._done = True
+        names, self._names = self._names, {}
         for param, entry in optimizer.state.items():
-            mark = getattr(param, _MARK, None)
-            if mark is None or not isinstance(entry, Mapping) or _is_quantised(entry):
+            if param not in names or not isinstance(entry, Mapping) or _is_quantised(entry):
                 continue
             for state, what in _odd_states(entry, param.shape):
                 text = f"{type(optimizer).__name__} has a state '{state}' with {what}"
-                _refuse(text, mark.name, tuple(param.shape))
+                _refuse(text, names[param], tuple(param.shape))
 
 
 def _is_known(optimizer: Optimizer, names: frozenset[str]) -> bool:

@@ -81,7 +81,7 @@ def save(names: Names, look: Callable[[], Given], ask: Callable[[], Request]) ->
         RuntimeError: states are missing.
         AssertionError: ranks differ in what they must have in common.
         KeyError: the optimizer holds a parameter that is not in the model.
-        ValueError: ranks ask for different forms.
+        ValueError: ranks ask for different forms; entries and groups name parameters differently.
     """
     SimpleProfiler.reset()
     with SimpleProfiler.profile(SimpleProfiler.Type.ALL):
@@ -130,6 +130,14 @@ def _entries(names: Names, given: Given) -> dict[_OptimStateKey, Entry]:
         )
     state = given.state["state"]
     keys = {number: names.key_of(param) for number, param in given.params.items()}
+    others = names.of_all() if all(isinstance(key, int) for key in keys) else range(len(keys))
+    strange = [key for key in state if key not in keys and key in others]
+    if strange:
+        raise ValueError(
+            f"the state dict of the optimizer has the entry {strange[0]!r}, and calls parameters "
+            f"{list(keys)[:3]} in its groups: numbers on one side, names on the other. Pass what "
+            "optim.state_dict() returns, or replace the keys on both sides."
+        )
     return {key: state[number] for number, key in keys.items() if number in state}
 
 
@@ -184,11 +192,11 @@ def _state(
 
 
 def _unmanaged(entry: Entry, how: Request) -> dict[str, Any]:
-    """Return the state of a parameter that no unit manages: a shallow copy."""
+    """Return the state of a parameter that no unit manages: copies, of what is no tensor too."""
     return {
-        name: torch.empty_like(value, device="cpu").copy_(value)
-        if how.offload and isinstance(value, torch.Tensor)
-        else value
+        name: value.detach().to("cpu" if how.offload else value.device, copy=True)
+        if isinstance(value, torch.Tensor)
+        else copy.deepcopy(value)
         for name, value in entry.items()
     }
 

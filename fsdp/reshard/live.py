@@ -57,9 +57,9 @@ def reshard(
     the order of its elements. *Blocks* the host.
 
     Raises:
-        ValueError: the models differ in names, shapes or dtypes, or what the optimizers train does,
-            or ranks of the source have other options or values (step counts) in their optimizers;
-            on all ranks, before anything was changed.
+        ValueError: the models differ in names, shapes or dtypes, or what the optimizers train or
+            keep does, or ranks of the source have other options or values (step counts) in their
+            optimizers; on all ranks, before anything was changed.
         TypeError: what an optimizer or module of the source keeps cannot be pickled; likewise.
         RuntimeError: a model is in forward or backward, or inside ``summon_full_params``; likewise.
         NotImplementedError: tensors or states that are not cut along their dims; likewise.
@@ -118,6 +118,7 @@ class _Ends(Giving):
             return
         self._groups = view.matched_groups(side.groups)
         wanted = view.wanted(side.states)
+        view.check_kind(self._groups, wanted)
         for piece in target.pieces:
             saved = wanted.get(piece.holder)
             if saved is not None and piece.holder not in self._states:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp.optim_state.judge import same
+from fsdp.optim_state.same_kind import Given, check_same_kind
 from fsdp.reshard.pieces import Piece
 
 _NO_OPTIONS = frozenset({"params", "param_names"})
@@ -147,7 +148,24 @@ class OptimizerView:
             for group in optimizer.param_groups:
                 pieces = [p for param in group["params"] for p in self._of_holder[param]]
                 found.append(_one_group(pieces, options))
+                if isinstance(optimizer, torch.optim.AdamW):
+                    # What makes it AdamW is no option of it; Adam's states have another value.
+                    found[-1].pop("decoupled_weight_decay", None)
         return found
+
+    def check_kind(self, options: Sequence[Values], states: Mapping[torch.Tensor, Saved]) -> None:
+        """Refuse what ``matched_groups`` and ``wanted`` have found, if other optimizers made it.
+
+        Raises:
+            ValueError: names what both keep.
+        """
+        given = {
+            holder: Given(
+                name=self._of_holder[holder][0].name, entries=(*saved.elements, *saved.values)
+            )
+            for holder, saved in states.items()
+        }
+        check_same_kind(self.optimizers, options, given)
 
     def blank(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros laid out like the holder of ``piece``, not yet part of any state."""

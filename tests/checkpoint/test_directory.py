@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 
@@ -146,6 +147,29 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     assert torch.equal(model.emb.weight, plain().emb.weight)
 
 
+class Tied(nn.Module):
+    """One weight under two names, in the order in which they are given."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(3, 2))
+        for name in names:
+            self.add_module(name, nn.ParameterDict({"weight": weight}))
+
+
+@FORMATS
+def test_a_tied_tensor_may_have_its_names_in_another_order(form: str, tmp_path: Path) -> None:
+    """Its optimizer state and its group are under the first name of the model that was saved."""
+    source, model = Tied("first", "second"), Tied("second", "first")
+    optimizer, other = marked(source), fresh(model)
+    checkpoint.save(tmp_path / "saved", source, optimizer, format=form)
+    checkpoint.load(tmp_path / "saved", model, other)
+    wanted = everything(source, optimizer)
+    assert "first.weight" in wanted
+    turned = {key.replace("first", "second"): value for key, value in wanted.items()}
+    same(everything(model, other), turned)
+
+
 def _saves(context: RankContext, *, path: str, face: str, form: str) -> None:
     ranks = list(range(context.world_size))
     model = made(face, ranks)
@@ -183,6 +207,9 @@ def _asynchronous(context: RankContext, *, path: str, face: str) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(9.0)  # training goes on
+        for entry in optimizer.state.values():
+            for value in filter(torch.is_tensor, entry.values()):
+                value.fill_(9.0)
     assert future.result(timeout=60) is None
     checkpoint.load(path, again, other)
     same(everything(again, other), wanted)

@@ -284,7 +284,7 @@ def _disk_full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def _dies(context: RankContext, *, path: str, face: str, where: str) -> None:
+def _dies(context: RankContext, *, path: str, face: str, where: str, way: str) -> None:
     ranks = list(range(context.world_size))
     model = made(face, ranks, seed=8)
     assert model is not None
@@ -301,7 +301,11 @@ def _dies(context: RankContext, *, path: str, face: str, where: str) -> None:
             return _killed() if self.name.startswith(".saved.saving") else rename(self, target)
 
         Path.rename = second  # type: ignore[method-assign]
-    checkpoint.save(path, model, optimizer)
+    if way == "save":
+        checkpoint.save(path, model, optimizer)
+    else:
+        group = dist.new_group(backend="gloo")
+        checkpoint.async_save(path, model, optimizer, process_group=group).result()
 
 
 def _killed(*_: Any, **__: Any) -> Any:
@@ -317,12 +321,15 @@ def test_a_rank_that_cannot_write_spoils_nothing(tmp_path: Path) -> None:
     on_ranks(_loads, 2, path=path, face="flat", seed=7)
 
 
+@pytest.mark.parametrize("way", ["save", "async_save"])
 @pytest.mark.parametrize("where", ["write", "digest", "rename"])
-def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(where: str, tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(
+    where: str, way: str, tmp_path: Path
+) -> None:
     path = str(tmp_path / "saved")
     on_ranks(_saves, 2, path=path, face="fully", form="sharded")
     pool = shared_pool(2, "cpu", preload=("tests.fsdp.preload",))
-    outcome = pool.run(Job.of(_dies, path=path, face="fully", where=where), fresh=True)
+    outcome = pool.run(Job.of(_dies, path=path, face="fully", where=where, way=way), fresh=True)
     assert outcome.verdict is RankVerdict.CRASH, outcome.sentence
     on_ranks(_loads, 2, path=path, face="fully", seed=7)
     # And the next save clears up.

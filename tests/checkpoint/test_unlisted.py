@@ -106,6 +106,18 @@ def test_the_old_checkpoint_comes_back_if_the_new_one_cannot_take_its_place(
     same(everything(model, optimizer), everything(source, marked(source)))
 
 
+def test_what_a_save_left_that_was_killed_after_its_last_rename_is_in_nobodys_way(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path / "saved", "sharded")
+    shutil.copytree(tmp_path / "saved", tmp_path / ".saved.previous")
+    saved(tmp_path / "saved", "sharded", seed=9)
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    model = plain(seed=8)
+    checkpoint.load(tmp_path / "saved", model)
+    same(everything(model, None), everything(plain(seed=9), None))
+
+
 class Live(nn.Module):
     """Hands out what it keeps."""
 

@@ -31,6 +31,7 @@ def on_ranks(
     *,
     fresh: bool = False,
     device: str = "cpu",
+    timeout: float = 60.0,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     """What ``function(context, **kwargs)`` returned on each rank of ``world`` ranks.
@@ -44,7 +45,7 @@ def on_ranks(
         where = os.environ[COVERAGE]
         names = {"module": function.__module__, "name": function.__qualname__}
         job = Job.of(_measured, where=where, arguments=kwargs, **names)
-    outcome = pool.run(job, fresh=fresh)
+    outcome = pool.run(job, timeout=timeout, fresh=fresh)
     details = [r.traceback[-1500:] for r in outcome.reports[:1] if r is not None]
     assert outcome.verdict is RankVerdict.OK, "\n".join([outcome.sentence, *details])
     return outcome.values

@@ -430,11 +430,11 @@ class Sometimes(nn.Module):
         return self.last(x)
 
 
-def _sometimes(context: RankContext, kind: CheckpointImpl) -> list[list[int]]:
+def _sometimes(context: RankContext, place: str, kind: CheckpointImpl) -> list[list[int]]:
     """Gathers of each micro-batch, of each step but the first, which compares ranks as well."""
     model, plain = build(Sometimes), build(Sometimes)
     for name, block in list(model.named_children()):
-        setattr(model, name, fully_shard(checkpoint_wrapper(block, checkpoint_impl=kind)))
+        setattr(model, name, PLACES[place](block, fully_shard, checkpointing(kind)))
     fully_shard(model)
     gathers = []
 
@@ -465,6 +465,9 @@ def _sometimes(context: RankContext, kind: CheckpointImpl) -> list[list[int]]:
 
 
 @IMPLEMENTATION
-def test_the_order_stays_right_where_units_run_in_some_micro_batches(kind: CheckpointImpl) -> None:
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_the_order_stays_right_where_units_run_in_some_micro_batches(
+    place: str, kind: CheckpointImpl
+) -> None:
     # Forward and backward gather what runs, and nothing else.
-    assert agreed(_sometimes, 2, kind=kind) == [[2 * 3, 2 * 2]] * 2
+    assert agreed(_sometimes, 2, place=place, kind=kind) == [[2 * 3, 2 * 2]] * 2

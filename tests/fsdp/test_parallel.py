@@ -1,4 +1,4 @@
-"""Beside tensor parallelism, on named meshes, with several meshes in one unit, under compile."""
+"""Beside tensor parallelism, on named meshes, with several meshes in one unit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fsdp import (
     share_comm_ctx,
 )
 from tests.fsdp.plain import DIM, batch, build, compare, loss_of, train_plain, train_sharded, whole
-from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.ranks import agreed
 from tests.fsdp.test_training import shard_blocks
 
 
@@ -277,21 +277,6 @@ def _shared_context(context: RankContext) -> bool:
 
 def test_two_roots_may_share_streams_and_order() -> None:
     assert agreed(_shared_context, 2) is True
-
-
-def _compiled(context: RankContext) -> None:
-    model, plain = build(Pair), build(Pair)
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    shard_blocks(model)
-    train_sharded(model, context.rank, steps=2)
-    train_plain(plain, context.world_size, steps=2)
-    compare(model, plain)
-
-
-@pytest.mark.long  # test_more_steps_need_no_more_graphs compiles blocks, and compares parameters
-def test_compiled_blocks_train_like_eager_ones() -> None:
-    on_ranks(_compiled, 2, fresh=True)
 
 
 def _scaler(context: RankContext) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import fsdp
 from conformance.ranks import RankContext
 from fsdp import FSDPMeshInfo, fully_shard
+from fsdp.clip import norm_of
+from fsdp.engine import division
 from fsdp.engine.division import choose_division
-from fsdp.engine.hooks import untraced
 from fsdp.engine.managed import move_to
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.state import TRAINING_STATE_CHANGES, TrainingState, check_change
@@ -127,20 +129,6 @@ def test_only_tensors_that_are_elsewhere_are_moved() -> None:
     assert (moved["b"][0].device, moved["b"][0].shape) == (META, here.shape)
 
 
-def test_hooks_stay_out_of_graphs_while_the_compiler_traces(monkeypatch: Any) -> None:
-    hidden: list[Any] = []
-
-    def disable(method: Any, *, recursive: bool) -> Any:
-        hidden.append(recursive)
-        return method
-
-    monkeypatch.setattr(torch._dynamo, "disable", disable)
-    call = untraced(lambda x, *, y: x + y)
-    assert (call(1, y=2), hidden) == (3, [])
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert (call(1, y=2), hidden) == (3, [True])
-
-
 def _divisions(context: RankContext) -> list[Any]:
     """Who divides, for a factor that is not the number of ranks."""
     info = FSDPMeshInfo(init_device_mesh("cpu", (2,)), shard_mesh_dim=0)
@@ -155,3 +143,41 @@ def _divisions(context: RankContext) -> list[Any]:
 
 def test_a_backend_that_can_multiply_first_divides_in_the_reduction() -> None:
     assert agreed(_divisions, 2) == [[1.0, True, 8.0], [1.0, False, 1.0]]
+
+
+def _divided_by(op: Any, ranks: int) -> float:
+    """What a reduction over `ranks` divides the sum by."""
+    if isinstance(op, SimpleNamespace):
+        return 1 / op.factor
+    return float(ranks) if op == dist.ReduceOp.AVG else 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [None, 1.0, 2.0, 3.0, 8.0])
+def test_all_divisions_together_are_by_the_factor_or_the_number_of_ranks(
+    factor: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(division, "premul_sum", lambda factor: SimpleNamespace(factor=factor))
+    for shards, replicas in itertools.product((1, 2, 3, 8), repeat=2):
+        info: Any = SimpleNamespace(shard_size=shards, replicate_size=replicas)
+        for force_sum, premultiplies in itertools.product((False, True), repeat=2):
+            found = choose_division(
+                info, dtype, factor=factor, force_sum=force_sum, premultiplies=premultiplies
+            )
+            # A reduction over one rank is left out.
+            divided = found.before * found.after
+            divided *= _divided_by(found.scatter_op, shards) if shards > 1 else 1.0
+            divided *= _divided_by(found.all_reduce_op, replicas) if replicas > 1 else 1.0
+            wanted = shards * replicas if factor is None else factor
+            assert divided == pytest.approx(wanted), (shards, replicas, force_sum, premultiplies)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+def test_the_norm_of_gradients_of_several_dtypes_is_that_of_all_in_float32(p: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
+    parts = [torch.randn(5, 3, generator=generator).mul_(200.0).to(dtype) for dtype in dtypes]
+    wanted = torch.linalg.vector_norm(torch.cat([p.double().flatten() for p in parts]), p)
+    got = norm_of([parts[0].new_empty(0), *parts], p, torch.device("cpu"))
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(wanted.item(), rel=1e-6)

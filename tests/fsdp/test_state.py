@@ -361,6 +361,7 @@ def _recovers(context: RankContext, *, where: str, reset: bool) -> bool:
         model.reset_iter_state()
         groups = [g for s in fully_shard.state(model).context.all_states for g in s.groups]
         assert all(g.sharded_state is ShardedState.SHARDED for g in groups)
+        assert all(p.grad is None for p in model.parameters())
     else:
         model(batch(9, context.rank))  # a forward alone must heal it
         model.reshard()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,10 @@ SOURCE = Path(torch_private.__file__).read_text(encoding="utf-8")
         (torch._C, "_accelerator_getStream"),
         (torch._C, "_current_graph_task_id"),
         (torch._C, "_set_grad_enabled"),
+        (torch._C._dynamo.eval_frame, "_FrameAction"),
+        (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+        (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+        (torch._dynamo.compiled_autograd, "in_compiled_autograd_region"),
         (torch.Tensor, "_backward_hooks"),
         (torch.ones(1, requires_grad=True).sum().grad_fn, "_register_hook_dict"),
         (torch.autograd.Variable._execution_engine, "queue_callback"),
@@ -50,7 +55,6 @@ ELSEWHERE: dict[str, tuple[object, str]] = {
     "_C": (torch, "on the way to a function below"),
     "_buffers": (nn.Module(), "as good as public: modules are made of them"),
     "_disabled_torch_function_impl": (torch._C, "for the subclass of tensors in that module"),
-    "_dynamo": (torch, "its public name needs the compiler"),
     "_flatten": (DeviceMesh, "meshes alone"),
     "_foreach_add_": (torch, "operators like any other, with an underscore"),
     "_foreach_copy_": (torch, "operators like any other, with an underscore"),

@@ -431,18 +431,22 @@ def test_half_precision_reductions_still_give_the_mean(world: int) -> None:
     on_ranks(_fp16_reduce, world)
 
 
-def _accumulates_in_float32(context: RankContext) -> float:
-    """256 + 1 + 1 in bf16 stays 256: micro-batches must be added in float32."""
+def _accumulates_in_float32(context: RankContext) -> list[float]:
+    """256 + 1 + 1 in bf16 stays 256: micro-batches must be added in float32, those of a step."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fully_shard(nn.Linear(1, 2, bias=False), mp_policy=policy)
-    for part, value in enumerate((256.0, 1.0, 1.0)):
-        model.set_requires_gradient_sync(part == 2)
-        model(torch.full((1, 1), value)).sum().backward()
-    return whole(model.weight.grad).sum().item()
+    found = []
+    for _ in range(2):
+        for part, value in enumerate((256.0, 1.0, 1.0)):
+            model.set_requires_gradient_sync(part == 2)
+            model(torch.full((1, 1), value)).sum().backward()
+        found.append(whole(model.weight.grad).sum().item())
+        model.weight.grad = None  # as an optimizer drops it, which knows of nothing that waits
+    return found
 
 
 def test_unsynchronised_gradients_accumulate_in_the_reduce_dtype() -> None:
-    assert on_ranks(_accumulates_in_float32, 2) == (516.0, 516.0)
+    assert agreed(_accumulates_in_float32, 2) == [516.0, 516.0]
 
 
 def _factor(context: RankContext, *, factor: float, force_sum: bool) -> None:
@@ -584,6 +588,24 @@ def test_a_forward_before_the_step_keeps_nothing_old(
     *, reshard: bool | int | None, grad: bool
 ) -> None:
     on_ranks(_asked_before_the_step, 2, fresh=reshard == 1, reshard=reshard, grad=grad)
+
+
+def _clipped_after_an_evaluation(context: RankContext, *, reshard: bool | None) -> None:
+    model, plain = shard_blocks(build(), reshard_after_forward=reshard), build()
+    loss_of(model, batch(0, context.rank)).backward()
+    with torch.no_grad():
+        model(batch(7, context.rank))
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+    got, want = (nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, plain))
+    torch.testing.assert_close(whole(got), want)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), theirs.grad)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_who_clips_after_an_evaluation_finds_the_gradients(*, reshard: bool | None) -> None:
+    on_ranks(_clipped_after_an_evaluation, 2, reshard=reshard)
 
 
 def _gathered_before_the_step(context: RankContext, *, wait: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -125,7 +126,10 @@ def test_the_users_changes_to_waiting_gradients_count(change: str, *, original: 
 def _after_a_reduction(
     context: RankContext, *, original: bool, strategy: str, prefetch: str | None
 ) -> None:
-    """Reduced gradients of before come back, and the waiting ones are added to them."""
+    """Reduced gradients of before come back, and the waiting ones are added to them.
+
+    Nothing but training comes between the steps: what was gathered ahead must not outlive one.
+    """
     model = wrapped(
         use_orig_params=original,
         sharding_strategy=ShardingStrategy[strategy],
@@ -135,18 +139,12 @@ def _after_a_reduction(
     optimizer = optimizer_of(model.parameters())
     plain = build()
     other = optimizer_of(plain.parameters())
-    for step in range(2):
-        for part in range(4):
-            x = batch(step, context.rank, part)
-            if part % 2:
-                with model.no_sync():
-                    loss_of(model, x).backward()
-            else:
-                loss_of(model, x).backward()
+    for step, syncs in enumerate(((True, False, True), (False, True, True))):
+        for part, sync in enumerate(syncs):
+            with nullcontext() if sync else model.no_sync():
+                loss_of(model, batch(step, context.rank, part)).backward()
             for rank in range(context.world_size):
-                if part < 3:  # what is not reduced by the end of the step is dropped with it
-                    (loss_of(plain, batch(step, rank, part)) / context.world_size).backward()
-        model._state.context.all_states[0].abandon_tree()
+                (loss_of(plain, batch(step, rank, part)) / context.world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
         other.step()
@@ -162,6 +160,59 @@ def test_reduced_and_waiting_gradients_add_up_in_any_order(
 ) -> None:
     given = {"original": original, "strategy": strategy, "prefetch": prefetch}
     on_ranks(_after_a_reduction, 2, **given)
+
+
+def _told(context: RankContext, *, original: bool) -> None:
+    """A user's hook on a parameter is told of the reduced gradient, once it is there."""
+    model = wrapped(use_orig_params=original)
+    told: dict[str, list[torch.Tensor]] = {}
+    for name, param in named(model):
+        param.register_post_accumulate_grad_hook(
+            lambda p, n=name: told.setdefault(n, []).append(p.grad.clone())
+        )
+    with model.no_sync():
+        loss_of(model, batch(0, context.rank)).backward()
+    assert not told
+    loss_of(model, batch(1, context.rank)).backward()
+    there = {name: param.grad for name, param in named(model) if param.numel()}
+    assert told.keys() == there.keys()
+    for name, (gradient,) in told.items():
+        assert torch.equal(gradient, there[name])
+
+
+@ORIGINAL
+def test_hooks_of_parameters_are_told_of_reduced_gradients(*, original: bool) -> None:
+    on_ranks(_told, 2, original=original)
+
+
+def _raised_while_held(context: RankContext, *, original: bool) -> None:
+    """A forward that raises ends an iteration: what waited is lost, what was reduced is not.
+
+    With it ends no_sync: later gradients are reduced.
+    """
+    model = wrapped(use_orig_params=original)
+    loss_of(model, batch(0, context.rank)).backward()
+
+    def raises() -> None:
+        with model.no_sync():
+            loss_of(model, batch(1, context.rank)).backward()
+            model(torch.ones(4, 3))
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        raises()
+    optimizer, plain = optimizer_of(model.parameters()), build()
+    loss_of(model, batch(2, context.rank)).backward()
+    optimizer.step()
+    for step in (0, 2):
+        for rank in range(context.world_size):
+            (loss_of(plain, batch(step, rank)) / context.world_size).backward()
+    optimizer_of(plain.parameters()).step()
+    agrees(model, plain)
+
+
+@ORIGINAL
+def test_gradients_that_wait_are_lost_with_the_iteration_that_raised(*, original: bool) -> None:
+    on_ranks(_raised_while_held, 2, original=original)
 
 
 def _dropped_with_the_reduced(context: RankContext, *, original: bool) -> None:
@@ -411,6 +462,24 @@ def _dtypes_given(context: RankContext) -> None:
 
 def test_only_compressing_hooks_choose_their_dtype() -> None:
     on_ranks(_dtypes_given, 2)
+
+
+def _alone(context: RankContext) -> None:
+    """In float16 too, where sums are divided in two parts: the hook's are all that there are."""
+    models = [
+        wrapped(mixed_precision=MixedPrecision(reduce_dtype=dtype))
+        for dtype in (torch.float16, torch.float32)
+    ]
+    state = comm_hooks.DefaultState(dist.group.WORLD)
+    models[0].register_comm_hook(state, comm_hooks.reduce_scatter_hook)
+    for model in models:
+        loss_of(model, batch(0, context.rank)).backward()
+    for got, wanted in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=2e-3, atol=2e-4)
+
+
+def test_a_hook_divides_alone() -> None:
+    on_ranks(_alone, 2)
 
 
 def _mixed_tree(context: RankContext) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -131,9 +132,10 @@ def test_without_the_debug_level_nothing_is_compared() -> None:
     assert on_ranks(_without_detail, 2) == ([[], []],) * 2
 
 
-def _prefetch(context: RankContext) -> bool:
-    """The first forward alone decides what is gathered ahead."""
+def _prefetch(context: RankContext, order: list[int]) -> bool:
+    """The first forward alone decides what is gathered ahead, by the first run of each unit."""
     model = ways(forward_prefetch=True)
+    model.module.order = order
     states = [unit._state for unit in FSDP.fsdp_modules(model)]
     step(model)
     ahead = [state.forward_prefetch for state in states]
@@ -144,8 +146,9 @@ def _prefetch(context: RankContext) -> bool:
     return ahead == [[], [states[2]], []]
 
 
-def test_the_forward_prefetch_follows_the_first_forward() -> None:
-    assert agreed(_prefetch, 2) is True
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 0]])
+def test_the_forward_prefetch_follows_the_first_forward(order: list[int]) -> None:
+    assert agreed(_prefetch, 2, order=order) is True
 
 
 def _frozen_order(context: RankContext) -> int:

@@ -237,7 +237,7 @@ def test_a_unit_without_gradients_is_sharded_again(*, original: bool) -> None:
 
 
 def _parts(context: RankContext, *, original: bool) -> list[list[str]]:
-    """What a layer says when it runs alone: before, and after an iteration; then all is well."""
+    """What a layer says when it runs alone: before, in and after an iteration; then all is well."""
     model, plain = wrapped(use_orig_params=original), build()
 
     def alone() -> list[str]:
@@ -245,7 +245,9 @@ def _parts(context: RankContext, *, original: bool) -> list[list[str]]:
 
     model.check_is_root()
     found = [alone()]
-    loss_of(model, batch(0, context.rank)).backward()
+    loss = loss_of(model, batch(0, context.rank))
+    found.append(alone())
+    loss.backward()
     found.append(alone())
     with FSDP.summon_full_params(model):
         found.append(alone())
@@ -258,6 +260,6 @@ def _parts(context: RankContext, *, original: bool) -> list[list[str]]:
 
 @ORIGINAL
 def test_a_part_of_a_sharded_unit_raises_when_it_runs_alone(*, original: bool) -> None:
-    for before, after, whole in on_ranks(_parts, 2, original=original):
-        assert before[0] == after[0] == "RuntimeError"
+    for *sharded, whole in on_ranks(_parts, 2, original=original):
+        assert [error for error, _ in sharded] == ["RuntimeError"] * 3
         assert whole == ["", ""]

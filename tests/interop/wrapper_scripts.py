@@ -455,8 +455,10 @@ for original in (False, True):
 {DEVICE}
 first = make(seed=0).state_dict()
 for original in (False, True):
+    model = make(seed=RANK)
+    model[1].shift.add_(RANK)
     model = FSDP(
-        make(seed=RANK), device_id=device, auto_wrap_policy=policy, use_orig_params=original,
+        model, device_id=device, auto_wrap_policy=policy, use_orig_params=original,
         sync_module_states=True,
     )
     state = model.state_dict()

@@ -120,6 +120,32 @@ def test_what_one_rank_cannot_save_no_rank_saves(case: str) -> None:
     named_on_every_rank(on_ranks(_spoiled_save, 2, case=case), kind, fragment)
 
 
+def _in_part_named(context: RankContext, keys: str, *, original: bool) -> list[str]:
+    """A state is passed whose entries and groups call parameters differently."""
+    model, optimizer = _trained(context, original=original)
+    numbered = optimizer.state_dict()
+    names = list(dict(model.named_parameters()))
+    if keys == "groups":
+        for group in numbered["param_groups"]:
+            group["params"] = [names[number] for number in group["params"]]
+    else:
+        if keys == "plain":
+            names = [name.replace("_fsdp_wrapped_module.", "") for name in names]
+        numbered["state"] = {names[number]: e for number, e in numbered["state"].items()}
+    return error_of(lambda: FSDP.optim_state_dict(model, optimizer, numbered))
+
+
+@pytest.mark.parametrize(
+    ("keys", "original"),
+    [("current", True), ("current", False), ("plain", True), ("groups", True), ("groups", False)],
+)
+def test_entries_and_groups_name_parameters_alike_or_are_refused(
+    keys: str, *, original: bool
+) -> None:
+    errors = on_ranks(_in_part_named, 2, keys=keys, original=original)
+    named_on_every_rank(errors, ValueError, "numbers on one side, names on the other")
+
+
 def _excess(context: RankContext) -> list[str]:
     """Of flat parameters, the first rank says which states there are."""
     model, optimizer = _trained(context, original=False)

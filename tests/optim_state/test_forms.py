@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -163,10 +164,11 @@ def _apart(context: RankContext, *, original: bool, offload: bool, no_shard: boo
         }
         step(model, optimizer, 7, context.rank)
     assert_equal(first["state"], kept)
-    for entry in first["state"].values():
-        for value in entry.values():
-            assert value.device.type == "cpu"
-            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    values = [value for entry in first["state"].values() for value in entry.values()]
+    for value in values:
+        assert value.device.type == "cpu"
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    assert len({value.data_ptr() for value in values}) == len(values), "each has its own"
 
 
 @ORIGINAL
@@ -176,6 +178,31 @@ def test_a_saved_state_does_not_change_with_the_optimizer(
     *, original: bool, offload: bool, no_shard: bool
 ) -> None:
     on_ranks(_apart, 2, original=original, offload=offload, no_shard=no_shard)
+
+
+@ORIGINAL
+def test_a_state_that_one_rank_saves_does_not_change_with_the_optimizer(*, original: bool) -> None:
+    on_ranks(_apart, 1, original=original, offload=False, no_shard=False)
+
+
+def _given_stays(context: RankContext, *, original: bool, no_shard: bool) -> None:
+    """An optimizer steps on what it has loaded, not on what it was given."""
+    options = {"sharding_strategy": ShardingStrategy.NO_SHARD} if no_shard else {}
+    model, optimizer = _trained(context, original=original, **options)
+    given = FSDP.optim_state_dict(model, optimizer)
+    kept = copy.deepcopy(given["state"])
+    fresh = optimizer_for(model, "adam", two_groups)
+    FSDP.optim_state_dict_to_load(model, fresh, given, load_directly=True)
+    step(model, fresh, 7, context.rank)
+    assert_equal(given["state"], kept)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("no_shard", [False, True], ids=["sharded", "no_shard"])
+def test_a_state_that_was_loaded_does_not_change_with_the_optimizer(
+    *, original: bool, no_shard: bool
+) -> None:
+    on_ranks(_given_stays, 2, original=original, no_shard=no_shard)
 
 
 def _nothing_cut(context: RankContext, *, original: bool, no_shard: bool) -> None:

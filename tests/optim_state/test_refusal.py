@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from conformance.ranks import RankContext
+from fsdp import fully_shard
 from fsdp.optim_state.probe import is_elementwise
 from fsdp.wrapper_options import ShardingStrategy
-from tests.fsdp.plain import batch, build, compare, loss_of
-from tests.fsdp.ranks import on_ranks
+from tests.fsdp.plain import batch, build, compare, loss_of, whole
+from tests.fsdp.ranks import agreed, on_ranks
 from tests.fsdp.test_training import shard_blocks
 from tests.fsdp.test_wrapper import ORIGINAL
 from tests.optim_state.running import OPTIMIZERS, params_of, step, wrapped
@@ -104,6 +105,7 @@ NEEDS_WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "global_norm": GlobalNorm,
     "known_by_name": LAMB,
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.01),
+    "sparse": lambda params: torch.optim.SparseAdam(list(params)),
 }
 
 
@@ -112,7 +114,7 @@ def _refused(context: RankContext, name: str, *, original: bool) -> None:
     before = params_of(model)
     optimizer = NEEDS_WHOLE[name](model.parameters())
     loss_of(model, batch(0, context.rank)).backward()
-    with pytest.raises(NotImplementedError, match="computes with whole tensors"):
+    with pytest.raises(NotImplementedError, match=r"with whole tensors|sparse gradients only"):
         optimizer.step(lambda: torch.ones(()))  # type: ignore[arg-type, return-value]
     after = params_of(model)
     assert all(torch.equal(after[key], value) for key, value in before.items())
@@ -305,10 +307,25 @@ def test_a_known_name_counts_more_than_a_trial() -> None:
     on_ranks(_known_name, 2)
 
 
-def _on_dtensors(context: RankContext, name: str) -> str:
-    """A step of ``fully_shard``'s DTensors: that of the plain model, or an error."""
-    model, plain = shard_blocks(build()), build()
+class Vectors(nn.Module):
+    """Parameters that divide by two and three, of one dim alone or of two."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ParameterList([torch.randn(shape)]) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (block[0] for block in self.blocks)
+        return (torch.tanh(x[:, None, :6] * first) * second).sum(1)
+
+
+def _on_dtensors(context: RankContext, name: str, shape: tuple[int, ...]) -> str:
+    """A step of ``fully_shard``'s DTensors: that of the plain model, or a refusal."""
+    plain = build(Vectors, shape=shape) if shape else build()
+    model = copy.deepcopy(plain)
+    fully_shard(model) if shape else shard_blocks(model)
     mine, theirs = (NEEDS_WHOLE[name](each.parameters()) for each in (model, plain))
+    before = [whole(param.detach()) for param in model.parameters()]
 
     def sharded() -> torch.Tensor:
         mine.zero_grad()
@@ -327,7 +344,9 @@ def _on_dtensors(context: RankContext, name: str) -> str:
     closures = (sharded, unsharded) if name == "lbfgs" else ()
     try:
         mine.step(*closures[:1])  # type: ignore[arg-type]
-    except RuntimeError as error:
+    except NotImplementedError as error:
+        after = [whole(param.detach()) for param in model.parameters()]
+        assert all(map(torch.equal, before, after))
         return str(error)
     theirs.step(*closures[1:])  # type: ignore[arg-type]
     compare(model, plain, tolerance=1e-5)
@@ -335,16 +354,40 @@ def _on_dtensors(context: RankContext, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "outcome"),
+    ("name", "shape"),
+    [("trust_ratio", ()), ("global_norm", ()), ("lbfgs", (6,)), ("lbfgs", (4, 6))],
+)
+def test_dtensors_are_stepped_on_as_whole_tensors(name: str, shape: tuple[int, ...]) -> None:
+    """They know what they are a part of."""
+    assert agreed(_on_dtensors, 2, name=name, shape=shape) == "right"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
     [
-        ("trust_ratio", "right"),
-        ("global_norm", "right"),
-        # An error of the operators, which the version of torch words, or has no more.
-        ("adafactor", "right|Sharding propagation failed for aten.pow_.Scalar"),
-        ("lbfgs", "Sharding propagation failed for aten.view.default"),
+        # Here no operator is missing: it would be wrong without a word.
+        ("adafactor", (6,), "Adafactor reads norms of whole tensors as numbers"),
+        ("adafactor", (), "Adafactor reads norms of whole tensors as numbers"),
+        ("sparse", (), "SparseAdam takes sparse gradients only"),
+        ("lbfgs", (), "LBFGS sees a parameter as one vector"),
     ],
 )
-def test_dtensors_are_stepped_on_as_whole_tensors_or_not_at_all(name: str, outcome: str) -> None:
-    """They know what they are a part of: nothing has to be refused on them."""
-    for text in on_ranks(_on_dtensors, 2, name=name):
-        assert any(each in text for each in outcome.split("|")), text
+def test_what_dtensors_do_not_serve_is_refused_on_all_ranks(
+    name: str, shape: tuple[int, ...], reason: str
+) -> None:
+    assert agreed(_on_dtensors, 2, name=name, shape=shape).startswith(reason)
+
+
+def _replaced(context: RankContext) -> str:
+    """A DTensor that the user registers in the place of a parameter is looked at as well."""
+    model = fully_shard(nn.Linear(6, 6))
+    fresh = nn.Parameter(torch.zeros_like(model.weight))
+    model.weight = fresh
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(NotImplementedError) as caught:
+        torch.optim.Rprop([fresh]).step()
+    return str(caught.value)
+
+
+def test_a_parameter_that_was_replaced_is_refused_to_the_same_optimizers() -> None:
+    assert "'weight', a DTensor of shape (6, 6)" in agreed(_replaced, 2)

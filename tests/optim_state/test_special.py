@@ -15,7 +15,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from conformance.ranks import RankContext
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
-from fsdp.wrapper_options import ShardingStrategy
+from fsdp.wrapper_options import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from tests.fsdp.plain import Residual, Stack, batch, build, loss_of
 from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_wrapper import ORIGINAL
@@ -76,6 +81,35 @@ def _unmanaged(context: RankContext, where: str, *, original: bool) -> None:
     again.load_state_dict(loaded)
     assert_equal(FSDP.optim_state_dict(model, again)["state"], kept["state"])
     assert_equal(found["state"], kept["state"])
+
+
+def _unmanaged_apart(context: RankContext, *, original: bool, source: str) -> None:
+    """What was loaded, and what was saved where it was, does not change with the optimizer."""
+    inner = build()
+    model = FSDP(inner, ignored_states=[inner.out.weight, inner.out.bias], use_orig_params=original)
+    first, second = (optimizer_for(model, "adam") for _ in range(2))
+    step(model, first, 0, context.rank)
+    offload = FullOptimStateDictConfig(rank0_only=source == "first rank")
+    stay = FullOptimStateDictConfig(offload_to_cpu=False)
+    with _full(model, stay):
+        given = FSDP.optim_state_dict(model, first)
+    kept = copy.deepcopy(given)
+    assert "out.weight" in kept["state"]
+    with _full(model, offload):
+        FSDP.optim_state_dict_to_load(model, second, given, load_directly=True)
+    for optimizer in (first, second):
+        step(model, optimizer, 1, context.rank)
+    assert_equal(given["state"], kept["state"])
+
+
+def _full(model: nn.Module, how: FullOptimStateDictConfig) -> Any:
+    return FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), how)
+
+
+@ORIGINAL
+@pytest.mark.parametrize("source", ["every rank", "first rank"])
+def test_states_of_unmanaged_parameters_are_copies(source: str, *, original: bool) -> None:
+    on_ranks(_unmanaged_apart, 2, original=original, source=source)
 
 
 @ORIGINAL

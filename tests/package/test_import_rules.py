@@ -46,6 +46,7 @@ FACES = {
         "fsdp.pass_settings",
         "fsdp.comm_settings",
         "fsdp.dtensor",
+        "fsdp.dtensor_optimizers",
         "fsdp.placement",
     ),
 }

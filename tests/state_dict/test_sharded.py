@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from conformance.ranks import RankContext
 from conformance.scenarios.live_bytes import CpuMeter, metering
-from fsdp import CPUOffload, ShardedStateDictConfig, ShardingStrategy
+from fsdp import CPUOffload, FullStateDictConfig, ShardedStateDictConfig, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy
 from tests.fsdp.ranks import count, on_ranks
@@ -129,6 +129,17 @@ def _hybrid(context: RankContext, *, pair: bool, original: bool) -> None:
 )
 def test_replicas_are_saved_as_one_rank_of_them_holds_it(*, pair: bool, original: bool) -> None:
     on_ranks(_hybrid, 4, pair=pair, original=original, fresh=True)
+
+
+def _for_rank0(context: RankContext) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = cells.wrap(cells.plain(buffers=True), sharding_strategy=HYBRID, device_mesh=mesh)
+    return list(cells.saved(model, cells.FULL, FullStateDictConfig(rank0_only=True)))
+
+
+def test_a_state_for_rank0_is_on_the_first_rank_of_each_replica() -> None:
+    names = list(cells.plain(buffers=True).state_dict())
+    assert on_ranks(_for_rank0, 4, fresh=True) == (names, [], names, [])
 
 
 def _outside(context: RankContext) -> None:
