@@ -20,6 +20,7 @@ class Cause(StrEnum):
     OFF_BY_ONE_SHARD = "off-by-one-shard"
     CUT_FOR_OTHER_RANKS = "cut-for-other-ranks"
     PERMUTED = "permuted"
+    LAST_ROWS = "last-rows"
     ZERO = "zero"
     SIGN = "sign"
     OTHER_RANK = "other-rank"
@@ -73,6 +74,7 @@ MEANING: dict[Cause, str] = {
     Cause.OFF_BY_ONE_SHARD: "rows shifted by one",
     Cause.CUT_FOR_OTHER_RANKS: "cut as for another number of ranks",
     Cause.PERMUTED: "right values in the wrong places",
+    Cause.LAST_ROWS: "only the last rows are wrong, as where padding is miscounted",
     Cause.ZERO: "zero",
     Cause.SIGN: "the sign is flipped",
     Cause.OTHER_RANK: "another rank's value",

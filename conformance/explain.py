@@ -26,7 +26,9 @@ def explain(got: Tensor, expected: Tensor, bound: float, suspects: Iterable[Susp
             return cause
     if is_permutation(got, expected, bound):
         return Cause.PERMUTED
-    return Cause.SCALED if is_scaled(got, expected, bound) else Cause.UNEXPLAINED
+    if is_scaled(got, expected, bound):
+        return Cause.SCALED
+    return Cause.LAST_ROWS if only_last_rows(got, expected, bound) else Cause.UNEXPLAINED
 
 
 def patterns(expected: Tensor) -> Iterator[Suspect]:
@@ -62,6 +64,33 @@ def is_scaled(got: Tensor, expected: Tensor, bound: float) -> bool:
     return factor is not None and distance(got, expected.double() * factor) <= bound * max(
         1.0, factor
     )
+
+
+def only_last_rows(got: Tensor, expected: Tensor, bound: float) -> bool:
+    """Fewer than half of the rows are wrong, the last ones: half may be one of two ranks' shard."""
+    rows = wrong_rows(got, expected, bound)
+    return rows is not None and rows.stop == len(expected) and 2 * len(rows) < len(expected)
+
+
+def wrong_rows(got: Tensor, expected: Tensor, bound: float) -> range | None:
+    """The rows that differ by more than `bound`, if they stand together and others are right.
+
+    ``None`` also where all others should be zero: that these are right says nothing.
+
+    Args:
+        got: (rows, ...).
+        expected: of the same shape.
+        bound: of the absolute difference of two elements.
+    """
+    if not expected.dim() or not expected.numel():
+        return None
+    a, b = got.double(), expected.double()
+    gap = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf)
+    wrong = (gap > bound).reshape(len(b), -1).any(1)  # (rows,)
+    found: list[int] = wrong.nonzero().flatten().tolist()
+    if not found or found[-1] - found[0] + 1 != len(found) or not bool(b[~wrong].any()):
+        return None
+    return range(found[0], found[-1] + 1)
 
 
 def ratio(got: Tensor, expected: Tensor) -> float | None:

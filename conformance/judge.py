@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +19,8 @@ from conformance.verdicts import REFUSED, Verdict
 
 LOSS_MUST_MOVE = 1e-3
 """A loss that moves by less than this fraction over a scenario proves nothing."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _RAN_BADLY: Mapping[RankVerdict, tuple[Verdict, Cause]] = {
     RankVerdict.HANG: (Verdict.HANG, Cause.HUNG),
@@ -40,6 +44,11 @@ class Ran:
     sentence: str = ""
     seconds: float = 0.0
     reported: bool = True
+
+    @property
+    def no_room(self) -> bool:
+        """Whether a rank met a full disk, which is no fault of what it ran."""
+        return any(os.strerror(number) in self.sentence for number in NO_ROOM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +91,8 @@ def with_remarks(completion: Judgement, evidence: Evidence) -> Judgement:
 
 def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:
     """``run.completed``: every rank ran the scenario to its end and reported."""
+    if ran.no_room:
+        return Judgement(check="run.completed", verdict=Verdict.ERROR, sentence=ran.sentence)
     if ran.verdict in _RAN_BADLY:
         verdict, cause = _RAN_BADLY[ran.verdict]
         return Judgement(
@@ -190,7 +201,7 @@ def _without_observation(
     check: Check, evidence: Evidence, ran: Ran, missing: NotObserved
 ) -> Judgement:
     own, sentence = blocked_by(evidence, missing)
-    if own:
+    if own and not ran.no_room:
         return Judgement(
             check=check.id,
             verdict=Verdict.FAIL,

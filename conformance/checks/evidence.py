@@ -15,7 +15,7 @@ from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
 from conformance.checks.names import one_sided
-from conformance.explain import Suspect, explain
+from conformance.explain import Suspect, explain, wrong_rows
 from conformance.frames import first_line, user_place
 from conformance.history import History, NotObserved, Observation, Phase, as_tensor
 from conformance.models import ModelCase
@@ -192,8 +192,17 @@ def _amount(got: Tensor, expected: Tensor, error: float, bound: float) -> str:
     at = str(worst["index"]).replace(" ", "") if worst["index"] else ""
     return (
         f"{at} is {worst['got']:.6g}, expected {worst['expected']:.6g}"
-        f" (error {error:.2g}, bound {bound:.2g})"
+        f" (error {error:.2g}, bound {bound:.2g}{_rows(got, expected, bound)})"
     ).lstrip()
+
+
+def _rows(got: Tensor, expected: Tensor, bound: float) -> str:
+    """Which rows are wrong, where that tells more than the worst element."""
+    rows = wrong_rows(got, expected, bound)
+    if rows is None:
+        return ""
+    of = f"rows {rows.start}..{rows.stop - 1} of {len(expected)}"
+    return f"; shape {tuple(expected.shape)}: {of} differ, the others are right"
 
 
 def place(where: Mapping[str, Any], rank: int) -> str:

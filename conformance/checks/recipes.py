@@ -17,7 +17,7 @@ from conformance.checks.registry import check
 from conformance.checks.structure import hold_ties
 from conformance.explain import Suspect
 from conformance.history import Observation
-from conformance.scenarios.recipes import OVERFLOW, ROW_OVERFLOW
+from conformance.scenarios.recipes import OVERFLOW, ROW_OVERFLOW, SCALED_STEPS
 
 WITNESS = frozenset({"witness"})
 
@@ -95,8 +95,26 @@ def _compare_counts(evidence: Evidence, ledger: Ledger, what: str, noun: str) ->
     needs=frozenset({"scaler"}),
 )
 def scaler_together(evidence: Evidence, ledger: Ledger) -> None:
-    """Infinities that one rank alone has keep all ranks from stepping, and all lower the scale."""
+    """An infinite loss on one rank keeps all ranks from stepping, and all lower the scale."""
+    _hold_together(evidence, ledger, OVERFLOW, range(ROW_OVERFLOW))
+
+
+@check(
+    "scaler.shards",
+    profile="robustness",
+    scenarios=frozenset({"scaled"}),
+    needs=frozenset({"scaler"}),
+)
+def scaler_shards(evidence: Evidence, ledger: Ledger) -> None:
+    """Infinities in one rank's shards alone keep all from stepping, and all lower the scale."""
+    _hold_together(evidence, ledger, ROW_OVERFLOW, range(ROW_OVERFLOW, SCALED_STEPS))
+
+
+def _hold_together(evidence: Evidence, ledger: Ledger, overflow: int, steps: range) -> None:
+    """The scale is right after `steps`, and the step `overflow` is none."""
     for rank, seen, got in observed(evidence, "scale"):
+        if seen.where["step"] not in steps:
+            continue
         ledger.hold(
             got == seen.value,
             moment=seen.moment,
@@ -109,10 +127,9 @@ def scaler_together(evidence: Evidence, ledger: Ledger) -> None:
             **seen.where,
         )
     for rank, seen, got in observed(evidence, "parameters"):
-        step = seen.where["step"]
-        if step not in (OVERFLOW, ROW_OVERFLOW):
+        if seen.where["step"] != overflow:
             continue
-        before = evidence.history.get(rank, "parameters", step=step - 1)
+        before = evidence.history.get(rank, "parameters", step=overflow - 1)
         for name, value in got.items():
             cause = Cause.RANKS_DIFFER if bool(value.isfinite().all()) else Cause.NON_FINITE
             ledger.hold(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from conformance.adapters import make_adapter
 from conformance.checks import CHECKS
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.running import check_limits
+from conformance.cli.running import check_limits, temporary_folder
 from conformance.cli.show import note
 from conformance.drawing import Example, examples
 from conformance.errors import UsageError
@@ -68,16 +67,16 @@ def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
     if not any(world % adapter.replicas == 0 for world in worlds for _, adapter in subjects):
         raise UsageError(f"--world {options.worlds}: too few ranks for the replicas of any variant")
     note(notes(options.device, worlds[-1]))
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
+    with temporary_folder() as folder:
         # what Hypothesis remembers from run to run would lie in the user's folder
-        set_hypothesis_home_dir(Path(name) / "hypothesis")
+        set_hypothesis_home_dir(folder / "hypothesis")
         settings = {
             world: Setting(
                 world=world,
                 device=device,
                 seed=options.seed,
                 timeout=options.timeout,
-                directory=Path(name) / f"histories-{world}",
+                directory=folder / f"histories-{world}",
             )
             for world, device in devices.items()
         }
@@ -89,7 +88,7 @@ def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
                 seed=options.seed,
             )
             hunt = Hunt(search, judged, where(devices))
-            with leaving_on_interrupt(Path(name), hunt.summary):
+            with leaving_on_interrupt(folder, hunt.summary):
                 return hunt.follow()
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.running import HISTORIES, check_limits, known_baseline
+from conformance.cli.running import HISTORIES, check_limits, known_baseline, temporary_folder
 from conformance.cli.show import note
 from conformance.errors import UsageError, unknown
 from conformance.expectations import Expectations
@@ -58,16 +57,16 @@ def repro_command(
     device = device_for(device, world)
     known_baseline(baseline)
     note(told)
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
+    with temporary_folder() as folder:
         setting = Setting(
             world=world,
             device=device,
             seed=seed,
             timeout=timeout,
-            directory=Path(name),
+            directory=folder,
             baseline=baseline,
         )
-        with leaving_on_interrupt(Path(name)), Session(setting) as session:
+        with leaving_on_interrupt(folder), Session(setting) as session:
             matrix = Matrix(
                 histories=lambda i: session.run(i.subject, i.planned.case, probe=i.planned.probe),
                 root=setting.directory,

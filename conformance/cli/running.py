@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import shutil
 import sys
 import tempfile
 import time
@@ -23,9 +25,11 @@ from conformance.report.lines import LOG_NAME, Role
 from conformance.report.log import RunLog
 from conformance.report.text import report_text
 from conformance.session import BASELINES, Session, Setting
+from conformance.verdicts import EXIT_OK, EXIT_UNDECIDED
 from conformance.work import Selection, Work, work_of
 
 HISTORIES = "histories"
+JUNIT_NAME = "junit.xml"
 PROBE_TIMEOUT = 20.0
 """Seconds; a capability that is tried out unasked must not hold up a run."""
 
@@ -74,16 +78,24 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
         started = time.monotonic()
         with (
             leaving_on_interrupt(None if kept else folder, lambda: partial),
-            RunLog(folder, fields) as log,
+            # full, a folder that goes at the end anyway must not end the run
+            RunLog(folder if kept else None, fields) as log,
             progress_for(len(work.items), quiet=options.quiet) as progress,
         ):
             judge_all(work, setting, expectations, log, progress, jobs)
-            stale = [] if selection.narrowed else expectations.stale(selection.adapters)
+            whole = not (selection.narrowed or log.fault)
+            stale = expectations.stale(selection.adapters) if whole else []
             status = log.finish(stale=stale, seconds=time.monotonic() - started)
-        if kept:
-            write_junit(log.log, folder / "junit.xml")
+        fault = log.fault
+        if kept and not fault:
+            try:
+                write_junit(log.log, folder / JUNIT_NAME)
+            except OSError as error:
+                fault = f"{error.strerror}: {folder / JUNIT_NAME}; it is partial"
         sys.stdout.write(report_text(log.log))
-    return status
+    if fault:
+        sys.stderr.write(f"fsdp-conformance: {fault}\n")
+    return EXIT_UNDECIDED if fault and status == EXIT_OK else status
 
 
 def check_limits(timeout: float, jobs: int | None = None, seed: int = 0) -> None:
@@ -118,7 +130,7 @@ def judge_all(
     progress: Progress,
     jobs: int,
 ) -> None:
-    """Judge every item and write what was found as it is found."""
+    """Judge every item and write what was found as it is found, as long as that can be written."""
     with Session(setting, jobs=jobs) as session:
 
         def histories(item: Item) -> Path:
@@ -138,6 +150,23 @@ def judge_all(
             for one in reported:
                 log.add(one)
             progress.judged(item, reported)
+            if log.fault:
+                break
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is removed afterwards.
+
+    Threads that judge cases may write into it until they end, which the end of this process waits
+    for; what they leave is removed then.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fsdp-conformance-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after threads were waited for
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -148,8 +177,8 @@ def _folder(out: Path | None) -> Iterator[Path]:
         UsageError: `out` holds anything already, or is no folder.
     """
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
-            yield Path(name)
+        with temporary_folder() as folder:
+            yield folder
         return
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ import torch
 
 from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.cli.kill_page import counted, kills_page
-from conformance.cli.running import check_limits
+from conformance.cli.running import check_limits, temporary_folder
 from conformance.cli.show import note
 from conformance.errors import UsageError
 from conformance.header import versions
@@ -50,9 +49,9 @@ def selftest_command(
     note(told)
     jobs = jobs or default_jobs(world, device)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
-        setting = Setting(world=world, device=device, timeout=timeout, directory=Path(name))
-        with leaving_on_interrupt(Path(name)):
+    with temporary_folder() as folder:
+        setting = Setting(world=world, device=device, timeout=timeout, directory=folder)
+        with leaving_on_interrupt(folder):
             results = diagonal(setting, mutants, jobs=jobs, done=_show)
     where, seconds = f"{number(world, 'rank')} on {device}", time.monotonic() - started
     if page is not None:

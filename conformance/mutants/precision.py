@@ -49,7 +49,7 @@ class ComputesInFloat32(OtherDtypes):
 
 
 @mutant(
-    check="gradients.value",
+    check="dtypes.reduced",
     cause=Cause.DTYPE_ROUND_TRIP,
     case="mlp/train/optimizer=sgd",
     base=COMPOSABLE,

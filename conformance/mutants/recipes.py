@@ -190,7 +190,7 @@ class InfinityStaysOnOneRank(Adapter):
 
 
 @mutant(
-    check="scaler.together",
+    check="scaler.shards",
     cause=Cause.RANKS_DIFFER,
     case="mlp/scaled",
     base=FLAT,

@@ -108,18 +108,27 @@ class FrozenGradientsReduced(Adapter):
 class GradientsTravelInDouble(Adapter):
     """Gradients are reduced in twice the precision of the parameters, unasked."""
 
+    travels_as = torch.float64
+
     def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
         """Let the wrapper reduce nothing by itself."""
         with w.native.no_sync():
             return super().forward(w, batch, loss_fn)
 
     def backward(self, w: Wrapped, loss: Tensor) -> None:
-        """Average in float64."""
+        """Average by hand."""
         super().backward(w, loss)
         for parameter in w.module.parameters():
-            total = parameter.grad.double()  # type: ignore[union-attr]
+            total = parameter.grad.to(self.travels_as)  # type: ignore[union-attr]
             dist.all_reduce(total)
             parameter.grad.copy_(total / dist.get_world_size())  # type: ignore[union-attr]
+
+
+@mutant(check="dtypes.reduced", cause=Cause.DTYPE_ROUND_TRIP, case=PLAIN)
+class GradientsTravelInBfloat16(GradientsTravelInDouble):
+    """Gradients are reduced in half the precision of the parameters, unasked."""
+
+    travels_as = torch.bfloat16
 
 
 @mutant(check="collectives.regathered", cause=Cause.NOT_FREED, case=ACCUMULATED, base=FSDP2)

@@ -36,6 +36,18 @@ class RowsShiftedByOne(Adapter):
                 p.grad.copy_(p.grad.roll(1, 0))
 
 
+@mutant(check="gradients.value", cause=Cause.LAST_ROWS, case="uneven/train/optimizer=sgd")
+class LastRowTakenForPadding(Adapter):
+    """The last row of an uneven parameter is dropped when gradients are reduced."""
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Drop it after reduction."""
+        super().backward(w, loss)
+        for p in w.module.parameters():
+            if p.grad is not None and p.shape[0] % dist.get_world_size():
+                p.grad[-1] = 0
+
+
 @mutant(
     check="gradients.value",
     cause=Cause.NOT_REDUCED,

@@ -25,7 +25,7 @@ from conformance.ranks.job import Job
 from conformance.ranks.leases import leases_of
 from conformance.ranks.outcome import Outcome, RankVerdict
 from conformance.ranks.process import ForkServer, RankProcess
-from conformance.ranks.records import clear_ring
+from conformance.ranks.records import clear_ring, reserve_ring
 from conformance.ranks.servers import lease_server, release_server
 from conformance.ranks.setup import RankSetup
 from conformance.ranks.supervise import Supervisor
@@ -114,6 +114,7 @@ class RankPool:
             fresh: use ranks that run nothing else before or after.
 
         Raises:
+            OSError: the folder of temporary files has no room for what ranks record.
             RuntimeError: the pool is closed, belongs to another process, or cannot start; or its
                 accelerators did not become free.
             TypeError: the job's `kwargs` cannot be pickled.
@@ -234,10 +235,14 @@ class RankPool:
         port = _free_port()
         ranks: list[RankProcess] = []
         try:
-            ranks.extend(server.fork(self._setup(r, directory, port)) for r in range(self.world))
+            for rank in range(self.world):
+                setup = self._setup(rank, directory, port)
+                reserve_ring(Path(setup.ring))  # here, where it is no fault of what ranks run
+                ranks.append(server.fork(setup))
         except BaseException:
             for started in ranks:
                 started.close()  # an idle rank leaves when its channel is closed
+            shutil.rmtree(directory, ignore_errors=True)
             raise
         return ranks
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-__all__ = ["CollectiveRecord", "Ring", "clear_ring", "read_ring", "ring_counts"]
+__all__ = ["CollectiveRecord", "Ring", "clear_ring", "read_ring", "reserve_ring", "ring_counts"]
 
 SLOTS = 256
 """Records kept per rank: more than a rank can be ahead of its peers in practice."""
@@ -24,6 +24,7 @@ _HEADER = struct.Struct("<4sIQQ")  # magic, slots, entered, left
 _SLOT = struct.Struct("<QddI")  # index + 1, entered, left (0.0: inside the call), payload bytes
 _MAGIC = b"RNG1"
 _HEADER_BYTES = 64
+_RING_BYTES = _HEADER_BYTES + SLOTS * SLOT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +100,17 @@ class Ring:
     """
 
     def __init__(self, path: Path) -> None:
-        """Create and map the file.
+        """Map the file, made by `reserve_ring` if the controller has not done so.
 
         Args:
             path: where; its directory exists.
+
+        Raises:
+            OSError: see `reserve_ring`.
         """
-        size = _HEADER_BYTES + SLOTS * SLOT_BYTES
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(fd, size)
-            self._map = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+        reserve_ring(path)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _RING_BYTES)
         self.clear()
 
     def clear(self) -> None:
@@ -143,6 +143,26 @@ class Ring:
 
     def _write_header(self) -> None:
         _HEADER.pack_into(self._map, 0, _MAGIC, SLOTS, self._entered, self._left)
+
+
+def reserve_ring(path: Path) -> None:
+    """Make the file of a rank's ring, with all of its room on the disk.
+
+    A write into a mapped page for which a full disk has no room kills the rank (SIGBUS), at any
+    collective of a wrapper that did nothing wrong.
+
+    Raises:
+        OSError: there is no room; says in which folder, and the remedy.
+    """
+    try:
+        with path.open("ab") as file:
+            file.write(bytes(max(0, _RING_BYTES - file.tell())))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: no room for the {_RING_BYTES} bytes in which a rank records its"
+            f" collectives; free some in {tempfile.gettempdir()}, or set TMPDIR to another folder",
+        ) from error
 
 
 def clear_ring(path: Path) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from conformance.report.lines import (
     LOG_NAME,
@@ -21,16 +21,22 @@ from conformance.verdicts import BAD, EXIT_OK, EXIT_UNDECIDED, Verdict, exit_sta
 
 
 class RunLog:
-    """The log that is being written; a context manager. Without a folder it is kept in memory."""
+    """The log that is being written; a context manager. Without a folder it is kept in memory.
+
+    Attributes:
+        fault: why the file is partial, in one line, and gets nothing more; empty if it is whole.
+    """
 
     def __init__(self, directory: Path | None, header: Mapping[str, Any]) -> None:
         """Write the header into ``directory/run.jsonl``, which must not exist yet."""
         self.header = {"kind": "header", "schema": SCHEMA_VERSION, **header}
         self.reported: list[Reported] = []
         self.footer: dict[str, Any] | None = None
-        self._file: TextIO | None = None
+        self.fault = ""
+        self._file: BinaryIO | None = None
         if directory is not None:
-            self._file = (directory / LOG_NAME).open("x", encoding="utf-8")
+            # nothing is buffered, so there is nothing left that `close` could fail to write
+            self._file = (directory / LOG_NAME).open("xb", buffering=0)
         self._write(self.header)
 
     def __enter__(self) -> RunLog:
@@ -56,22 +62,30 @@ class RunLog:
         self._write(finding_line(reported))
 
     def finish(self, *, stale: Sequence[str], seconds: float) -> int:
-        """Write the footer; returns the exit status that it states."""
+        """Write the footer; returns the exit status that it states, or that of a partial log."""
         status = status_of(self.reported, stale)
-        self.footer = {
+        footer = {
             "kind": "footer",
             "counts": counts(self.reported),
             "stale_expectations": list(stale),
             "seconds": round(seconds, 3),
             "exit_status": status,
         }
-        self._write(self.footer)
+        self._write(footer)
+        if self.fault:
+            return status_of(self.reported, stale, whole=False)
+        self.footer = footer
         return status
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(dumps(line) + "\n")
-            self._file.flush()
+        if self._file is None or self.fault:
+            return
+        left = (dumps(line) + "\n").encode()
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self.fault = f"{error.strerror}: {self._file.name}; the log is partial"
 
 
 def counts(reported: Sequence[Reported]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.causes import Cause
-from conformance.explain import explain
+from conformance.explain import explain, wrong_rows
 
 BOUND = 1e-5
 
@@ -55,3 +55,41 @@ def test_a_suspect_that_is_the_truth_explains_nothing(expected: Tensor) -> None:
     got = expected.clone()
     got[0, 0] += 10
     assert explain(got, expected, 20.0, [(Cause.STALE, expected.clone())]) is not Cause.STALE
+
+
+@given(tensors(), st.data())
+def test_rows_that_alone_are_wrong_are_found(expected: Tensor, data: st.DataObject) -> None:
+    rows = len(expected)
+    first = data.draw(st.integers(0, rows - 1))
+    end = data.draw(st.integers(first + 1, rows if first else rows - 1))
+    got = expected.clone()
+    got[first:end, -1] += 3  # one element of a row is enough
+    assert wrong_rows(got, expected, BOUND) == range(first, end)
+    last = end == rows and 2 * (end - first) < rows
+    assert (explain(got, expected, BOUND) is Cause.LAST_ROWS) is last
+
+
+@given(tensors())
+def test_last_rows_are_named_whether_zero_or_not(expected: Tensor) -> None:
+    for value in (0.0, 7.0):
+        got = expected.clone()
+        got[-1] = value
+        assert explain(got, expected, BOUND) is Cause.LAST_ROWS
+
+
+def test_of_rows_nothing_is_said_where_it_tells_nothing() -> None:
+    whole = torch.arange(1.0, 6.0)
+    assert wrong_rows(whole, whole, BOUND) is None
+    assert wrong_rows(whole + 1, whole, BOUND) is None  # all of them
+    assert wrong_rows(torch.tensor(1.0), torch.tensor(2.0), BOUND) is None  # no rows
+    assert wrong_rows(torch.ones(0, 2), torch.ones(0, 2), BOUND) is None
+    apart = whole + torch.tensor([1.0, 0, 0, 0, 1])
+    assert wrong_rows(apart, whole, BOUND) is None
+    alone = torch.tensor([0.0, 0, 0, 5])  # the others are right because there are none
+    assert wrong_rows(alone / 2, alone, BOUND) is None
+
+
+def test_an_infinite_row_is_right_where_it_is_due() -> None:
+    whole = torch.tensor([1.0, torch.inf, 3.0, 4.0, 5.0])
+    got = torch.tensor([1.0, torch.inf, 3.0, 4.0, torch.nan])
+    assert wrong_rows(got, whole, BOUND) == range(4, 5)

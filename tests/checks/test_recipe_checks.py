@@ -82,6 +82,7 @@ def repeated() -> Story:
         ("hooks.modules", watched),
         ("hooks.parameters", watched),
         ("scaler.together", scaled),
+        ("scaler.shards", scaled),
         ("average.values", averaged),
         ("materialised.values", materialised),
         ("unfrozen.training", unfrozen),
@@ -145,19 +146,20 @@ def test_a_hook_that_never_ran_is_missed() -> None:
         ("parameters", {"body": torch.tensor([0.5, torch.nan])}, Cause.NON_FINITE),
     ],
 )
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(("check", "step"), [("scaler.together", 1), ("scaler.shards", 2)])
 def test_a_step_that_only_some_ranks_skip_is_named(
-    what: str, value: Any, expected: Cause, step: int
+    what: str, value: Any, expected: Cause, check: str, step: int
 ) -> None:
     story = scaled()
     story.instead(what, value, rank=0, step=step)
-    assert cause("scaler.together", story) is expected
+    assert cause(check, story) is expected
 
 
 def test_other_steps_may_move_parameters_as_they_like() -> None:
     story = scaled()
     story.instead("parameters", {"body": torch.full((2,), 9.0)}, step=3)
     assert cause("scaler.together", story) is None
+    assert cause("scaler.shards", story) is None
 
 
 def test_an_average_that_was_not_written_back_is_named() -> None:

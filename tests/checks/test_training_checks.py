@@ -27,6 +27,7 @@ SINGLE = [
     "clip.norm",
     "clip.gradients",
     "dtypes.results",
+    "dtypes.reduced",
     "collectives.order",
     "eval.unchanged",
 ]
@@ -361,6 +362,29 @@ def test_rows_in_wrong_places_are_named(rows: tuple[int, ...], expected: Cause) 
     body = story.value("gradients", step=0)["body"][list(rows)]
     story.instead("gradients", tied({"body": body}), step=0)
     assert cause("gradients.value", story) is expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told", "expected"),
+    [
+        ([3], "rows 3..3 of 4", Cause.LAST_ROWS),
+        ([1, 2], "rows 1..2 of 4", Cause.UNEXPLAINED),
+        ([2, 3], "rows 2..3 of 4", Cause.UNEXPLAINED),  # a rank's shard, if anything
+        ([0, 2], "", Cause.UNEXPLAINED),
+    ],
+)
+def test_the_rows_that_alone_are_wrong_are_told(
+    wrong: list[int], told: str, expected: Cause
+) -> None:
+    story = training()
+    body = story.value("gradients", step=0)["body"].clone()
+    body[wrong] = 0
+    story.instead("gradients", tied({"body": body}), step=0)
+    first = first_mismatch("gradients.value", story)
+    assert first is not None
+    assert first.cause is expected
+    assert f"; shape (4, 3): {told} differ, the others are right)" in first.sentence or not told
+    assert ("the others are right" in first.sentence) is bool(told)
 
 
 def _parts(story: Story, name: str) -> list[list[Tensor]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,14 @@ from conformance.ranks import Job
 from conformance.ranks.evidence import innermost_frame
 from conformance.ranks.job import load_function
 from conformance.ranks.process import describe_exit
-from conformance.ranks.records import SLOTS, Ring, clear_ring, read_ring, ring_counts
+from conformance.ranks.records import (
+    SLOTS,
+    Ring,
+    clear_ring,
+    read_ring,
+    reserve_ring,
+    ring_counts,
+)
 from conformance.ranks.wire import Inbox, WireError, receive, send
 from tests.ranks import jobs
 from tests.ranks.test_diagnose import REDUCE
@@ -47,6 +56,23 @@ def test_a_cleared_ring_shows_nothing_of_the_job_before(tmp_path: Path, by: str)
     ring.enter(REDUCE)
     ring.clear() if by == "rank" else clear_ring(tmp_path / "ring")
     assert read_ring(tmp_path / "ring") == ()
+
+
+def test_a_ring_has_all_of_its_room_before_anything_is_written(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "ring")
+    found = (tmp_path / "ring").stat()
+    assert found.st_blocks * 512 >= found.st_size >= SLOTS * 1024  # a hole may find no room later
+    ring.enter(REDUCE)
+    reserve_ring(tmp_path / "ring")  # again: nothing is lost
+    assert read_ring(tmp_path / "ring") == (REDUCE,)
+
+
+def test_a_ring_without_room_is_an_error_that_names_the_remedy(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = f"No space left on device: .* free some in {tmp_path}, or set TMPDIR to another folder"
+    with pytest.raises(OSError, match=told) as raised:
+        Ring(Path("/dev/full"))
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_a_half_written_slot_is_left_out(tmp_path: Path) -> None:

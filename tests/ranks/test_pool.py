@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -271,6 +272,21 @@ def test_threads_of_the_controller_take_turns(pool: RankPool) -> None:
     for thread in threads:
         thread.join(30)
     assert [outcome.verdict for outcome in outcomes] == [RankVerdict.OK] * 3
+
+
+def test_a_full_disk_is_an_error_of_the_caller_and_the_next_job_runs(
+    pool: RankPool, monkeypatch
+) -> None:
+    def full(path: Path) -> None:
+        if path.name == "rank1.ring":  # after the first rank is there
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("conformance.ranks.pool.reserve_ring", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        pool.run(Job.of(jobs.describe), fresh=True)
+    monkeypatch.undo()
+    assert not Path(raised.value.filename).parent.exists()
+    assert_next_job_runs(pool)
 
 
 def test_larger_worlds_and_single_ranks_share_the_forkserver(pool: RankPool) -> None:

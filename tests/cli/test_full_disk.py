@@ -1,0 +1,160 @@
+"""A run whose files find no room: one line, a status, and nothing left. No ranks.
+
+The limit on the size of a file stands for the disk: the kernel writes what fits, then refuses.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from conformance.cli.running import temporary_folder
+from conformance.item import Item
+from conformance.matrix import Matrix
+from conformance.report.lines import Reported, read_log
+from conformance.report.log import RunLog
+from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED
+from tests.cli import here
+from tests.cli.literal import header, judged
+
+RUN = ["run", "torch.fully_shard", "--variant", "default", "--model", "mlp", "--device", "cpu"]
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """Inside, no file of this process grows beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_log_without_room_is_partial_says_why_and_closes(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunLog(tmp_path, header()) as log:
+        log.add(judged())
+        with room(path.stat().st_size + 9):
+            log.add(judged("FAIL"))
+        log.add(judged())  # there is room again, but a line is missing
+        assert log.fault == f"File too large: {path}; the log is partial"
+        assert log.finish(stale=(), seconds=1.0) == EXIT_BAD
+        assert log.log.partial
+    assert [one.finding.verdict for one in read_log(path).reported] == ["PASS"]
+    assert [one.finding.verdict for one in log.reported] == ["PASS", "FAIL", "PASS"]
+
+
+def test_a_log_that_lacks_its_footer_only_is_undecided(tmp_path: Path) -> None:
+    with RunLog(tmp_path, header()) as log:
+        log.add(judged())
+        with room((tmp_path / "run.jsonl").stat().st_size):
+            assert log.finish(stale=(), seconds=1.0) == EXIT_UNDECIDED
+    assert read_log(tmp_path / "run.jsonl").partial
+
+
+@pytest.mark.parametrize(("verdict", "status"), [("PASS", EXIT_UNDECIDED), ("FAIL", EXIT_BAD)])
+def test_a_run_without_room_for_its_log_ends_with_one_line(
+    tmp_path: Path, monkeypatch, verdict: str, status: int
+) -> None:
+    asked: list[Item] = []
+
+    def run(self: Matrix, items: list[Item], *, jobs: int) -> Iterator[tuple[Item, list[Reported]]]:
+        for item in items:
+            asked.append(item)
+            size = (tmp_path / "out" / "run.jsonl").stat().st_size
+            with room(size + 9 if len(asked) == 2 else size + 9999):
+                yield item, [judged(verdict)]
+
+    monkeypatch.setattr(Matrix, "run", run)
+    done = here.command(tmp_path, *RUN, "--quiet", "--out", "out")
+    path = (tmp_path / "out" / "run.jsonl").resolve()
+    assert done.stderr == f"fsdp-conformance: File too large: {path}; the log is partial\n"
+    assert done.returncode == status
+    assert len(asked) == 2  # nothing is run that could not be kept
+    assert "PARTIAL: the run did not come to its end" in done.stdout
+    again = here.command(tmp_path, "recheck", "out")
+    assert again.returncode == EXIT_UNDECIDED, again.stderr
+
+
+def test_a_report_without_room_is_one_line_beside_a_whole_log(tmp_path: Path, monkeypatch) -> None:
+    def run(self: Matrix, items: list[Item], *, jobs: int) -> Iterator[tuple[Item, list[Reported]]]:
+        yield items[0], [judged()]
+
+    def full(*_: object, **__: object) -> None:
+        with room(9):
+            (tmp_path / "out" / "junit.xml").write_text("<testsuites>")
+
+    monkeypatch.setattr(Matrix, "run", run)
+    monkeypatch.setattr(ET.ElementTree, "write", full)
+    done = here.command(tmp_path, *RUN, "--quiet", "--out", "out")
+    path = (tmp_path / "out" / "junit.xml").resolve()
+    assert done.stderr == f"fsdp-conformance: File too large: {path}; it is partial\n"
+    assert done.returncode == EXIT_UNDECIDED
+    assert not read_log(tmp_path / "out" / "run.jsonl").partial
+
+
+def test_a_run_that_keeps_nothing_needs_no_room_for_a_log(tmp_path: Path, monkeypatch) -> None:
+    def run(self: Matrix, items: list[Item], *, jobs: int) -> Iterator[tuple[Item, list[Reported]]]:
+        with room(0):
+            yield items[0], [judged()]
+
+    monkeypatch.setattr(Matrix, "run", run)
+    done = here.command(tmp_path, *RUN, "--quiet")
+    assert (done.returncode, done.stderr) == (EXIT_OK, "")
+
+
+def test_a_temporary_folder_goes_although_a_thread_still_writes_into_it(tmp_path: Path) -> None:
+    script = """
+    import threading
+    from conformance.cli.running import temporary_folder
+
+    entered, left = threading.Event(), threading.Event()
+
+    def case(folder):
+        entered.wait()
+        while not left.is_set():
+            (folder / "oracle" / "new").mkdir(parents=True, exist_ok=True)
+        (folder / "oracle" / "late").mkdir(parents=True, exist_ok=True)
+
+    with temporary_folder() as folder:
+        threading.Thread(target=case, args=(folder,)).start()
+        entered.set()
+    assert not left.is_set()
+    left.set()
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        check=True,
+    )
+    assert list(tmp_path.glob("fsdp-conformance-*")) == []
+
+
+def test_a_temporary_folder_goes_with_what_it_was_made_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with temporary_folder() as folder:
+        (folder / "histories").mkdir()
+        assert folder.parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_fills_while_it_is_removed_is_no_fault(tmp_path: Path, monkeypatch) -> None:
+    def not_empty(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with monkeypatch.context() as patched, temporary_folder() as folder:
+        (folder / "oracle").mkdir()
+        patched.setattr(os, "rmdir", not_empty)
+    assert folder.exists()
