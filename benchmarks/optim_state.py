@@ -6,10 +6,13 @@
 Both are `FullyShardedDataParallel` around the same model with AdamW after one step. A round takes
 `optim_state_dict` (full, on the host of rank 0 alone; or full on every rank, where it was), then
 `optim_state_dict_to_load` of what it gave and the optimizer's `load_state_dict`, by one after the
-other: only then is the state of both where it is used. Printed: median milliseconds,
-spread (half the distance between quartiles), the peak of device memory above what was there before,
-and ours over torch's. The two results are compared first; on the CPU PyTorch's are wrong
-with original parameters (`docs/findings/fsdp1-optim-state-aliased-on-cpu.md`).
+other, in every second round by the other first: whoever comes second may find host memory as the
+first has left it. A load is both calls, and each is printed below it: with flat parameters
+PyTorch's first one leaves its result on the host. Printed: median milliseconds of rank 0, spread
+(half the distance between quartiles), the peak of device memory above what was there before, on
+the rank where it is highest, and ours over torch's. A round of a small model of each comes first,
+and the two results are compared; on the CPU PyTorch's are wrong with original parameters
+(`docs/findings/fsdp1-optim-state-aliased-on-cpu.md`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import statistics
 import tempfile
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +65,20 @@ class Side:
             package.FullOptimStateDictConfig(**options),
         )
 
-    def measured(self, name: str, call: Any) -> Any:
+    def rest(self) -> int:
+        """Bring ranks and device to rest; return the bytes that are on the device."""
         gc.collect()
         base = 0
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
             torch.accelerator.empty_cache()
-            torch.accelerator.reset_peak_memory_stats()
             base = torch.accelerator.memory_allocated()
         dist.barrier()
+        return base
+
+    def measured(self, name: str, base: int, call: Callable[[], Any]) -> Any:
+        if self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
         start = time.perf_counter()
         result = call()
         if self.device.type != "cpu":
@@ -85,16 +93,35 @@ class Side:
         with self.state_type(way):
             return cls.optim_state_dict(self.model, self.optimizer)
 
-    def round(self, way: str) -> None:
+    def to_load(self, way: str, full: dict[str, Any]) -> dict[str, Any]:
         cls = self.package.FullyShardedDataParallel
-        full = self.measured(f"save, {way}", partial(self.state, way))
+        with self.state_type(way):
+            return cls.optim_state_dict_to_load(self.model, self.optimizer, full)
 
-        def load() -> None:
-            with self.state_type(way):
-                found = cls.optim_state_dict_to_load(self.model, self.optimizer, full)
-            self.optimizer.load_state_dict(found)
+    def round(self, way: str, *, loads: bool = True) -> None:
+        full = self.measured(f"save, {way}", self.rest(), lambda: self.state(way))
+        if loads:
+            base = self.rest()
+            one, other = parts_of(f"load, {way}")
+            found = self.measured(one, base, lambda: self.to_load(way, full))
+            self.measured(other, base, lambda: self.optimizer.load_state_dict(found))
 
-        self.measured(f"load, {way}", load)
+    def add_up(self) -> None:
+        """Make whole loads of their parts; peaks are those of the highest rank."""
+        told: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(told, self.peaks)
+        self.peaks = {name: max(each[name] for each in told) for name in self.peaks}
+        for name in (f"load, {way}" for way in WAYS):
+            parts = parts_of(name)
+            each = (self.seconds[part] for part in parts)
+            self.seconds[name] = [sum(pair) for pair in zip(*each, strict=True)]
+            self.peaks[name] = max(self.peaks.get(part, 0) for part in parts)
+
+
+def parts_of(name: str) -> list[str]:
+    """Return how the two calls of a load are called; none of a save."""
+    calls = ("to_load", "load_state_dict") if name.startswith("load") else ()
+    return [f"{name}: {call}" for call in calls]
 
 
 def compare(sides: dict[str, Side]) -> str:
@@ -121,19 +148,35 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     dist.init_process_group(
         backend, init_method=f"file://{rendezvous}", rank=rank, world_size=args.world
     )
+    small = argparse.Namespace(**vars(args) | PRESETS["small"])
+    take_round({name: Side(name, small, device) for name in PACKAGES})  # sets up communicators
     sides = {name: Side(name, args, device) for name in PACKAGES}
     elements = sum(p.numel() for p in on_meta(args).parameters())
     entries = compare(sides)
-    for turn in range(args.rounds + 1):
-        for way in WAYS:
-            for side in sides.values():
-                side.round(way)
-        if turn == 0:
-            for side in sides.values():
-                side.seconds.clear()
+    start = time.perf_counter()
+    for turn in range(args.rounds):
+        if turn >= args.load_rounds and late(start, args):
+            args.rounds = turn
+            break
+        take_round(sides, back=turn % 2 == 1, loads=turn < args.load_rounds)
+    for side in sides.values():
+        side.add_up()
     if rank == 0:
         report(args, sides, device, f"{elements / 1e9:.3f} billion parameters, {entries}")
     dist.destroy_process_group()
+
+
+def take_round(sides: dict[str, Side], *, back: bool = False, loads: bool = True) -> None:
+    for way in WAYS:
+        for name in reversed(sides) if back else sides:
+            sides[name].round(way, loads=loads)
+
+
+def late(start: float, args: argparse.Namespace) -> bool:
+    """Whether `--seconds` are over by the clock of rank 0."""
+    told = [args.seconds is not None and time.perf_counter() - start > args.seconds]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def on_meta(args: argparse.Namespace) -> GPT:
@@ -147,12 +190,13 @@ def report(
     card = machine(device)["card"]
     lines = [
         f"torch {torch.__version__}, {args.world} ranks on {card}, face {args.face}, "
-        f"{args.rounds} rounds: {model}",
-        f"{'':22}" + "".join(f"{name:>10}{'spread':>9}{'MiB':>9}" for name in sides)
+        f"{args.rounds} rounds, {args.load_rounds} of loads: {model}",
+        f"{'':38}" + "".join(f"{name:>10}{'spread':>9}{'MiB':>9}" for name in sides)
         + f"{'time':>8}{'memory':>8}",
     ]  # fmt: skip
-    for name in sides["ours"].seconds:
-        text, medians, peaks = f"{name:22}", [], []
+    rows = [f"{what}, {way}" for way in WAYS for what in ("save", "load")]
+    for name in (name for row in rows for name in (row, *parts_of(row))):
+        text, medians, peaks = f"{name:38}", [], []
         for side in sides.values():
             low, middle, high = statistics.quantiles(side.seconds[name], n=4)
             medians.append(middle)
@@ -173,10 +217,14 @@ def main() -> None:
     for size in ("blocks", "dim", "heads", "vocabulary"):
         parser.add_argument(f"--{size}", type=int)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load-rounds", type=int, help="as many as --rounds unless told")
+    parser.add_argument("--seconds", type=float, help="begin no round of saves alone after these")
     parser.add_argument("--out", type=Path, help="JSON file to write; the table goes beside it")
     args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error("a spread needs two rounds")
+    if args.load_rounds is None:
+        args.load_rounds = args.rounds
+    if not 2 <= args.load_rounds <= args.rounds:
+        parser.error("a spread needs two rounds, of loads too; and no more of them than --rounds")
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

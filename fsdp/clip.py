@@ -20,6 +20,7 @@ def clip_sharded(
     max_norm: float,
     norm_type: float,
     device: torch.device,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Scale all gradients so that their norm over all ranks is ``max_norm`` at most.
 
@@ -30,6 +31,7 @@ def clip_sharded(
         max_norm: the bound.
         norm_type: p of the p-norm; inf for the largest element.
         device: where the norms are reduced.
+        dtype: in which; the same on all ranks, so not one that is told from this rank's gradients.
 
     Returns:
         The norm before, in the widest dtype of the gradients.
@@ -42,7 +44,7 @@ def clip_sharded(
     own = [param.grad for param in replicated if param.grad is not None]
     parts = []
     for groups, local in sharded.items():
-        part = norm_of(local, norm_type, device)
+        part = norm_of(local, norm_type, device, dtype)
         largest = math.isinf(norm_type)
         if not largest:
             part = part**norm_type
@@ -50,7 +52,7 @@ def clip_sharded(
             dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
         parts.append(part)
     if replicated:
-        part = norm_of(own, norm_type, device)
+        part = norm_of(own, norm_type, device, dtype)
         parts.append(part if math.isinf(norm_type) else part**norm_type)
     if math.isinf(norm_type):
         total = torch.stack(parts).amax()
@@ -62,17 +64,21 @@ def clip_sharded(
 
 
 def norm_of(
-    gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the norm of all ``gradients`` together in float32 on ``device``; zero if none."""
+    """Return the norm of all ``gradients`` together in ``dtype`` on ``device``; zero if none."""
     # there is no largest element of none
     alike = _alike(gradient for gradient in gradients if gradient.numel())
     if not alike:
-        return torch.zeros((), device=device)
-    norms = [
-        torch.stack(torch._foreach_norm(some, norm_type, dtype=torch.float32)).to(device)
-        for some in alike
-    ]
+        return torch.zeros((), device=device, dtype=dtype)
+    norms = []
+    for some in alike:
+        wide = torch.promote_types(some[0].dtype, dtype)  # norms cannot narrow
+        each = torch._foreach_norm(some, norm_type, dtype=wide)
+        norms.append(torch.stack(each).to(device, dtype))
     norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     return norm
 

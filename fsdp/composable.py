@@ -18,7 +18,7 @@ from fsdp.composable_checks import (
     ignored_of,
     modules_of,
 )
-from fsdp.dtensor import Cut, DTensorExposure, cut_of, portable, shard_parameter
+from fsdp.dtensor import Cut, DTensorExposure, cut_of, shard_parameter
 from fsdp.engine.group_options import GroupOptions
 from fsdp.engine.hooks import install_forward_hooks, install_state_dict_hooks
 from fsdp.engine.layout import side_by_side
@@ -145,7 +145,7 @@ def fully_shard(  # noqa: PLR0913 - torch's interface
             for p, cut in plan.cuts.items()
         ]
         group = FSDPParamGroup(sharded, modules, plan.info, plan.after, options)
-        install_state_dict_hooks(group, portable)
+        install_state_dict_hooks(group)
         state.groups.append(group)
     for param in params:
         refuse_in_optimizers(param, owners[param].param_name, "were sharded after it was made")

@@ -133,18 +133,17 @@ def shard_parameter(
     return param
 
 
-def portable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor of the same memory that can be saved and copied; anything else as it is.
+def with_own_storage(piece: torch.Tensor) -> torch.Tensor:
+    """Return the contiguous ``piece`` of a shard as a tensor with a storage over its bytes alone.
 
-    One that is made around a piece of a shard, as ``detach`` does, takes over its storage offset.
-    Saving and copying take a tensor with an offset for one with memory of its own, and fail.
+    A DTensor takes over the storage offset of what it is made around: one around a view would be
+    taken for a view by whoever saves, copies or compiles, and fail there.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = local_tensor(tensor)
-    made = dtensor_of(local.new_empty(0), spec_of(tensor), requires_grad=False)
-    set_local_tensor(made, local)
-    return made
+    if piece.device.type == "meta":
+        return torch.empty_like(piece)
+    start = piece.storage_offset() * piece.element_size()
+    storage = piece.untyped_storage()[start : start + piece.nbytes]
+    return piece.new_empty(0).set_(storage, 0, piece.shape, piece.stride())
 
 
 class DTensorExposure:
@@ -159,7 +158,7 @@ class DTensorExposure:
     ) -> None:
         """Point each DTensor at its piece; optimizers keep the object."""
         for param, piece in zip(params, pieces, strict=True):
-            set_local_tensor(param.sharded, piece)
+            set_local_tensor(param.sharded, with_own_storage(piece))
 
     def requires_grad(self, params: Sequence[DTensorParam]) -> list[bool]:
         """Return which of the DTensors are to be trained."""

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
 from fsdp.engine.optimizer_guard import look_at_optimizers
+from fsdp.engine.torch_private import dtensor_of, local_tensor, make_spec
 
 _FLAT = "FullyShardedDataParallel"
 _WHOLE = f"{_FLAT} with ShardingStrategy.NO_SHARD and use_orig_params=True"
@@ -41,7 +42,7 @@ class _Need:
 def expect_served(param: nn.Parameter, name: str) -> None:
     """Let an optimizer that holds the DTensor ``param`` raise if DTensor cannot serve it.
 
-    *Host cost*: nothing but for the four classes of ``_NEEDS``, and for those once.
+    *Host cost*: nothing but for the classes of ``_NEEDS``, and for those once.
     """
     look_at_optimizers(param, name, _check)
 
@@ -94,6 +95,19 @@ def _as_vector(param: DTensor, _group: Mapping[str, Any]) -> None:
     param.view(-1)
 
 
+def _add_whole(param: DTensor, _group: Mapping[str, Any]) -> None:
+    zeros = torch.zeros_like(param)
+    spec = make_spec(
+        param.device_mesh,
+        [Replicate()] * param.device_mesh.ndim,
+        shape=param.shape,
+        stride=param.stride(),
+        dtype=param.dtype,
+    )
+    whole = local_tensor(zeros).new_zeros(param.shape)  # where the parameter is, offloaded or not
+    zeros.add_(dtensor_of(whole, spec, requires_grad=False))
+
+
 def _sparse(_param: DTensor, _group: Mapping[str, Any]) -> None:
     raise RuntimeError("those of sharded parameters are dense.")
 
@@ -108,6 +122,11 @@ _NEEDS: dict[type[Optimizer], _Need] = {
         does="sees a parameter as one vector",
         attempt=_as_vector,
         remedy=f"sizes of dim 0 that the ranks divide, or {_WHOLE}",
+    ),
+    torch.optim.Muon: _Need(
+        does="adds to a parameter what it has computed from the whole of it",
+        attempt=_add_whole,
+        remedy=f"AdamW where more ranks than rows are, or {_WHOLE}",
     ),
     torch.optim.Rprop: _Need(
         does="assigns to the elements that a mask chooses",

@@ -99,8 +99,14 @@ class Gradients(WrappedUnit):
         if replicated:
             order = {param: index for index, param in enumerate(everything)}
             replicated.sort(key=lambda param: order.get(param, len(order)))
+        double = any(param.dtype == torch.float64 for param in (*taken, *everything))
         total = clip_sharded(
-            sharded, replicated, float(max_norm), float(norm_type), self._state.device
+            sharded,
+            replicated,
+            float(max_norm),
+            float(norm_type),
+            self._state.device,
+            torch.float64 if double else torch.float32,
         )
         offloads = any(unit._arguments.cpu_offload.offload_params for unit in units)
         return total.cpu() if offloads else total

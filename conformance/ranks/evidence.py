@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["OutputFile", "innermost_frame", "size_of", "tail_of"]
+__all__ = ["OutputFile", "innermost_frame", "is_whole", "size_of", "tail_of"]
 
 OUTPUT_CAP = 16 * 2**20
 """Bytes after which a rank's output is cut: a rank that prints without end fills no disk."""
@@ -50,6 +50,17 @@ def tail_of(path: str, start: int, limit: int) -> str:
             return file.read(limit).decode(errors="replace")
     except OSError:
         return ""
+
+
+def is_whole(stack: str) -> bool:
+    """Whether faulthandler has written it to the end, which is the outermost frame of the program.
+
+    It writes piece by piece, so on a busy machine a part may be all there is for a while.
+
+    Args:
+        stack: of all threads; the main thread's comes last, and only so many frames of it.
+    """
+    return stack.endswith((" in <module>\n", "\n  ...\n"))
 
 
 def innermost_frame(stack: str) -> str:

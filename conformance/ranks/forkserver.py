@@ -29,7 +29,7 @@ __all__ = ["main"]
 
 _PARENT_CHECK_MS = 1000
 _PR_SET_PDEATHSIG = 1
-_LAST_WORDS = 1.5
+_LAST_WORDS = 4.0
 """Seconds; less than the controller waits for this process to end in order."""
 
 

@@ -34,7 +34,7 @@ from conformance.ranks.wire import WireError, receive, send
 __all__ = ["RankPool", "shared_pool"]
 
 SEED = 0
-_TIDY_TIMEOUT = 10.0
+_TIDY_TIMEOUT = 30.0
 _END_GRACE = 0.5
 _END_TIMEOUT = 10.0
 
@@ -104,7 +104,7 @@ class RankPool:
     def run(self, job: Job, *, timeout: float = 60.0, fresh: bool = False) -> Outcome:
         """Run a job on all ranks and wait for it.
 
-        Returns within `timeout` plus about 15 s whatever the ranks do, plus the time that importing
+        Returns within `timeout` plus about 40 s whatever the ranks do, plus the time that importing
         torch takes if the pool must start first, plus the wait for accelerators that jobs of other
         pools and processes use.
 

@@ -31,7 +31,7 @@ __all__ = ["ForkServer", "RankProcess", "describe_exit"]
 START_TIMEOUT = 300.0
 """Importing torch and the preloaded modules on a cold, loaded machine."""
 _ANSWER_TIMEOUT = 30.0
-_ORDERLY_TIMEOUT = 2.0
+_ORDERLY_TIMEOUT = 5.0
 _TICK = 0.25
 _ENDING_TICK = 0.01
 _BOOT = (

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from conformance.room import told
 
 __all__ = ["CollectiveRecord", "Ring", "clear_ring", "read_ring", "reserve_ring", "ring_counts"]
 
@@ -158,11 +159,8 @@ def reserve_ring(path: Path) -> None:
         with path.open("ab") as file:
             file.write(bytes(max(0, _RING_BYTES - file.tell())))
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: no room for the {_RING_BYTES} bytes in which a rank records its"
-            f" collectives; free some in {tempfile.gettempdir()}, or set TMPDIR to another folder",
-        ) from error
+        lost = f"a rank has no {_RING_BYTES} bytes for a record of its collectives"
+        raise OSError(error.errno, told(error, lost, path)) from error
 
 
 def clear_ring(path: Path) -> None:

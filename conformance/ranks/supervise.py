@@ -22,7 +22,7 @@ from conformance.ranks.diagnose import (
     find_missing,
     streams_agree,
 )
-from conformance.ranks.evidence import OutputFile, innermost_frame, size_of, tail_of
+from conformance.ranks.evidence import OutputFile, innermost_frame, is_whole, tail_of
 from conformance.ranks.outcome import Outcome, RankReport, RankStatus
 from conformance.ranks.process import ForkServer, RankProcess
 from conformance.ranks.records import read_ring, ring_counts
@@ -32,13 +32,14 @@ from conformance.ranks.wire import WireError
 __all__ = ["Supervisor"]
 
 GRACE = 3.0
-"""Seconds that the other ranks get once one has failed, and the time without any movement after
-which the records are asked whether waiting on is pointless."""
+"""Seconds that the other ranks get once one has failed."""
+STILL = 3.0
+"""Seconds without any movement after which records are asked whether to wait on is pointless."""
 LINGER = 0.3
 """Seconds before a failed rank is ended, so that an exception on all ranks is told by all."""
 _TICK = 0.1
-_EXIT_WAIT = 5.0
-_STACK_WAIT = 3.0
+_EXIT_WAIT = 15.0
+_STACK_WAIT = 5.0
 _STACK_BYTES = 200_000
 
 
@@ -174,11 +175,11 @@ class Supervisor:
         counts = [ring_counts(item.ring) for item in watched]
         if counts != self._counts:
             self._counts, self._moved_at = counts, now
-        return now - self._moved_at >= GRACE and self._is_stuck(watched)
+        return now - self._moved_at >= STILL and self._is_stuck(watched)
 
     def _is_stuck(self, watched: Sequence[_Watched]) -> bool:
         """Whether to wait on is pointless: ranks disagree, or one waits for another that ended."""
-        self._moved_at = time.monotonic()  # look again after another grace
+        self._moved_at = time.monotonic()  # look again after as long
         traces = [item.trace() for item in watched]
         if find_desync(traces) is not None:
             return True
@@ -203,15 +204,14 @@ class Supervisor:
         paths = [item.process.setup.stacks for item in waiting]
         self._signal(waiting, STACK_SIGNAL, group=False)
         deadline = time.monotonic() + _STACK_WAIT
-        sizes: list[int] = []
+        texts = [""] * len(paths)
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            before, sizes = sizes, [size_of(path) for path in paths]
-            if all(sizes) and sizes == before:
+            before, texts = texts, [tail_of(path, 0, _STACK_BYTES) for path in paths]
+            if texts == before and all(map(is_whole, texts)):
                 break
-        for item, path in zip(waiting, paths, strict=True):
-            text = tail_of(path, 0, _STACK_BYTES).strip()
-            item.stack = text or "(no Python stack: the rank did not react to the signal)"
+        for item, text in zip(waiting, texts, strict=True):
+            item.stack = text.strip() or "(no Python stack: the rank did not react to the signal)"
 
     def _outcome(self, watched: Sequence[_Watched], started: float) -> Outcome:
         now = time.monotonic()

@@ -8,6 +8,8 @@ seems to leak. Here each storage that passes the dispatcher is followed by a wea
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +28,8 @@ FIRST_SETTLE_SECONDS = 2.0
 QUIET_SECONDS = 0.1
 """How long to look where nothing tells what is usual. With ten times more work than cores a thread
 still held a buffer at one reading in forty, for 5 to 25 ms."""
+BUSY_SECONDS = 20.0
+"""How long to wait beyond all that, while a thread of this process has work to do."""
 
 _PLAIN = Tensor.__torch_dispatch__
 
@@ -66,12 +70,12 @@ class AcceleratorMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._patience = _Patience()
+        self._patience = Patience()
         self._warm_up()
         self._before = self._now()
 
     def read(self, usual: int | None = None) -> int:
-        """See `Meter`. Blocks until the device is idle, and then as `_Patience` does.
+        """See `Meter`. Blocks until the device is idle, and then as `Patience` does.
 
         A communicator's watchdog drops what a finished collective used, some time after it ended.
         """
@@ -104,7 +108,7 @@ class CpuMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._patience = _Patience()
+        self._patience = Patience(others_rest)
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
@@ -125,20 +129,20 @@ class CpuMeter(TorchDispatchMode):
         return result
 
     def read(self, usual: int | None = None) -> int:
-        """See `Meter`. Blocks as `_Patience` does."""
+        """See `Meter`. Blocks as `Patience` does."""
         gc.collect()
         return self._patience.settled(self.uncollected, usual)
 
     def uncollected(self) -> int:
         """See `Meter`."""
-        total = 0
+        spans = []
         for key, reference in list(self._storages.items()):
             storage = reference()
             if storage is None:
                 del self._storages[key]
-            else:
-                total += storage.nbytes()  # zero while a wrapper keeps only the empty shell
-        return total
+            else:  # no bytes while a wrapper keeps only the empty shell
+                spans.append((storage.data_ptr(), storage.nbytes()))
+        return _covered(spans)
 
     def _follow(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -161,27 +165,65 @@ class CpuMeter(TorchDispatchMode):
             self._storages[storage._cdata] = weakref.ref(storage)
 
 
-class _Patience:
-    """Waits for what other threads still hold: long until it was in vain, then for a moment."""
+class Patience:
+    """Waits for what other threads still hold: long until it was in vain, then for a moment.
 
-    def __init__(self) -> None:
+    And longer while one of them is at work: who holds a buffer of a finished collective is, and on
+    a machine with more work than cores it may get no processor for any time that could be named.
+    """
+
+    def __init__(self, resting: Callable[[], bool] = lambda: True) -> None:
+        self._resting = resting
         self._seconds = FIRST_SETTLE_SECONDS
+        self._busy = BUSY_SECONDS
 
     def settled(self, now: Callable[[], int], usual: int | None) -> int:
         """The least of what `now` gives, asked again and again while it is more than `usual`."""
         if usual is None:
-            return _least(now, 0, QUIET_SECONDS)
-        least = _least(now, usual, self._seconds)
+            return self._least(now, 0, QUIET_SECONDS)
+        least = self._least(now, usual, self._seconds)
         if least > usual:
             self._seconds = SETTLE_SECONDS
         return least
 
+    def _least(self, now: Callable[[], int], enough: int, seconds: float) -> int:
+        """See `settled`; for `seconds` at least, unless it is `enough` or less."""
+        least, begun, resting = now(), time.monotonic(), False
+        while least > enough:
+            waited = time.monotonic() - begun
+            if waited >= seconds + self._busy:
+                self._busy = 0.0  # a thread that never rests tells nothing
+                break
+            if waited >= seconds and resting:
+                break
+            time.sleep(0.01)
+            resting = self._resting()  # before the reading: what is left then, nobody will free
+            least = min(least, now())
+        return least
 
-def _least(now: Callable[[], int], enough: int, seconds: float) -> int:
-    """The least of what `now` gives, asked again for `seconds` or until it is `enough` or less."""
-    least = now()
-    deadline = time.monotonic() + seconds
-    while least > enough and time.monotonic() < deadline:
-        time.sleep(0.01)
-        least = min(least, now())
-    return least
+
+def others_rest() -> bool:
+    """Whether all other threads of this process wait for something; True where none can be seen."""
+    own, folder = threading.get_native_id(), "/proc/self/task"
+    if not os.path.isdir(folder):  # not Linux
+        return True
+    others = (thread for thread in os.listdir(folder) if int(thread) != own)
+    return all(_state(f"{folder}/{thread}/stat") == "S" for thread in others)
+
+
+def _state(path: str) -> str:
+    """The letter for what a thread does; that of one which waits if it has ended meanwhile."""
+    try:
+        with open(path) as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "S"
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """Bytes in any of (address, length): a storage may lie in another's memory."""
+    total = reached = 0
+    for start, length in sorted(spans):
+        total += max(0, start + length - max(start, reached))
+        reached = max(reached, start + length)
+    return total

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from fsdp.checkpoint import states
 from fsdp.checkpoint.wrapper_optimizers import load_optimizer_state, optimizer_state
 from fsdp.checkpoint.wrapper_states import load_model_state, model_state
+from fsdp.joint_state import expect_separate
 from fsdp.module import FSDPModule
 from fsdp.wrapper_unit import units_of
 
@@ -52,17 +53,18 @@ def get_optimizer_state_dict(
     *Collective*: over the ranks of the model.
 
     Raises:
+        NotImplementedError: an optimizer has one state for all of its parameters (``LBFGS``).
         RuntimeError: no optimizer.
     """
+    chosen = _separate(optimizers)
     if not units_of(model):
         _reshard(model)
         return torch_helpers.get_optimizer_state_dict(
             model,
-            optimizers,
+            chosen,
             submodules=submodules,
             options=options,
         )
-    chosen = states._as_tuple(optimizers)
     if not chosen:
         raise RuntimeError("Optimizers are not passed in but optim_only is set to True.")
     return optimizer_state(model, chosen, _checked(options))
@@ -78,15 +80,18 @@ def get_state_dict(
     """Return the states of ``model`` and of ``optimizers``; an empty one of the latter if none.
 
     *Collective*: over the ranks of the model.
+
+    Raises:
+        NotImplementedError: an optimizer has one state for all of its parameters (``LBFGS``).
     """
+    chosen = _separate(optimizers)
     if not units_of(model):
         return torch_helpers.get_state_dict(
             model,
-            optimizers,
+            chosen,
             submodules=submodules,
             options=options,
         )
-    chosen = states._as_tuple(optimizers)
     found = get_model_state_dict(model, submodules=submodules, options=options)
     return found, optimizer_state(model, chosen, _checked(options)) if chosen else {}
 
@@ -119,13 +124,14 @@ def set_optimizer_state_dict(
     *Collective*: over the ranks of the model.
 
     Raises:
+        NotImplementedError: an optimizer has one state for all of its parameters (``LBFGS``).
         RuntimeError: no optimizer; or strict, and the state does not name a trained parameter.
     """
+    chosen = _separate(optimizers)
     if not units_of(model):
         _reshard(model)
-        states.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        states.set_optimizer_state_dict(model, chosen, optim_state_dict, options=options)
         return
-    chosen = states._as_tuple(optimizers)
     if not chosen:
         raise RuntimeError("Optimizers are not passed in but optim_only is set to True.")
     load_optimizer_state(model, chosen, optim_state_dict, _checked(options))
@@ -143,10 +149,17 @@ def set_state_dict(
 
     *Collective*: over the ranks of the model.
     """
-    chosen = states._as_tuple(optimizers)
+    chosen = _separate(optimizers)
     if chosen:
         set_optimizer_state_dict(model, chosen, optim_state_dict, options=options)
     return set_model_state_dict(model, model_state_dict, options=options)
+
+
+def _separate(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """Return ``optimizers``; refuse those whose state cannot be told by parameter."""
+    chosen = states._as_tuple(optimizers)
+    expect_separate(chosen)
+    return chosen
 
 
 def _reshard(model: nn.Module) -> None:

@@ -7,10 +7,8 @@ decided here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp.engine.forward import post_forward, pre_forward
@@ -47,13 +45,8 @@ def wrap_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, wrapped)
 
 
-def install_state_dict_hooks(
-    group: FSDPParamGroup, portable: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Show the sharded parameters to ``state_dict`` and take in what ``load_state_dict`` did.
-
-    What ``state_dict`` has detached goes through ``portable``, so that it can be saved and copied.
-    """
+def install_state_dict_hooks(group: FSDPParamGroup) -> None:
+    """Show the sharded parameters to ``state_dict`` and take in what ``load_state_dict`` did."""
     owners: dict[nn.Module, None] = {}  # a set with an order
     for param in group.fsdp_params:
         for module, _ in param.info.owners():
@@ -65,14 +58,7 @@ def install_state_dict_hooks(
     def after(*_args: Any) -> None:
         group.relink()
 
-    def detached(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name in module._parameters:
-            value = state.get(prefix + name)
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                state[prefix + name] = portable(value)
-
     for module in owners:
         module.register_state_dict_pre_hook(before)
-        module.register_state_dict_post_hook(detached)
         module.register_load_state_dict_pre_hook(before)
         module.register_load_state_dict_post_hook(after)

@@ -140,6 +140,5 @@ def _same_memory(local: torch.Tensor, piece: torch.Tensor) -> bool:
         and local.dtype == piece.dtype
         and local.shape == piece.shape
         and local.device.type != "meta"
-        and local.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
-        and local.storage_offset() == piece.storage_offset()
+        and local.data_ptr() == piece.data_ptr()
     )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp.joint_state import expect_separate
 from fsdp.optim_state.load import Target, load
 from fsdp.optim_state.names import Names, OptimInput, ParamKey, params_of_input
 from fsdp.optim_state.rekey import rekey_optim_state_dict
@@ -141,6 +142,7 @@ def _groups(
 
 
 def _given(names: Names, optim: torch.optim.Optimizer, optim_input: OptimInput) -> Given:
+    expect_separate((optim,))
     groups = _groups(names.model, optim, optim_input)
     params: dict[ParamKey, nn.Parameter] = dict(enumerate(p for group in groups for p in group))
     return Given(state=optim.state_dict(), params=params)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.flat_parameter import FlatParam, flat_params
+from fsdp.joint_state import expect_separate
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _OptimStateKey
 from fsdp.original_exposure import original_of
 from fsdp.plain_names import clean, joined
@@ -112,8 +113,10 @@ class Names:
         """Return the keys of the states in ``optim``: positions, or current names.
 
         Raises:
+            NotImplementedError: ``optim`` has one state for all of its parameters.
             KeyError: ``named``, and a parameter has no name in the model.
         """
+        expect_separate((optim,))
         params = [param for group in optim.param_groups for param in group["params"]]
         if not named:
             return dict(enumerate(params))

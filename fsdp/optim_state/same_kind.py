@@ -52,7 +52,8 @@ def check_same_kind(
     It is of another kind if an entry is missing that the optimizer keeps *with the options that
     come with the state*: what is switched on or off by an option (``amsgrad``, ``momentum``) comes
     and goes with it. Or if options are missing, and there are others that the optimizer lacks;
-    one of both alone may be another version of it, or a scheduler's.
+    one of both alone may be another version of it, or a scheduler's. Where no parameter has a
+    state, those that an optimizer of torch with these very options would keep count for torch's.
 
     Args:
         optimizers: those that are to load it.
@@ -69,7 +70,12 @@ def check_same_kind(
         other = bool(lacks - _OF_ANY_KIND and strange - _OF_ANY_KIND)
         kept = _Kept(optimizer, {**group, **new})
         states = [(given[param], kept.of(param)) for param in group["params"] if param in given]
-        short = [(state, keeps) for state, keeps in states if keeps and keeps - set(state.entries)]
+        short: list[tuple[Given | None, frozenset[str]]] = [
+            (state, keeps) for state, keeps in states if keeps and keeps - set(state.entries)
+        ]
+        if not states and group["params"] and type(optimizer) in _of_torch():
+            keeps = kept.of(group["params"][0])
+            short = [(None, keeps)] if keeps and _made_by_others(new, keeps) else []
         if short or other:
             state, keeps = (short or states or [(None, None)])[0]
             raise ValueError(_text(type(optimizer).__name__, own, new, state, keeps))
@@ -88,6 +94,23 @@ class _Kept:
         if form not in self._found:
             self._found[form] = kept_entries(self._optimizer, self._group, *form)
         return self._found[form]
+
+
+def _made_by_others(options: Mapping[str, Any], keeps: Collection[str]) -> bool:
+    """Whether optimizers of torch have just these options, and none would keep all of ``keeps``."""
+    found = []
+    for kind in _of_torch():
+        made = kind([torch.nn.Parameter(torch.zeros(1, 1))])
+        if made.defaults.keys() - _OF_ANY_KIND == options.keys() - _OF_ANY_KIND:
+            param = made.param_groups[0]["params"][0]
+            found.append(_Kept(made, {**made.param_groups[0], **options}).of(param))
+    return bool(found) and all(each is not None and set(keeps) - each for each in found)
+
+
+def _of_torch() -> list[Any]:
+    exported = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    kinds = [each for each in exported if issubclass(each, Optimizer) and each is not Optimizer]
+    return [kind for kind in kinds if kind.__module__.startswith("torch.optim")]
 
 
 def _text(

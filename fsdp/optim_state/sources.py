@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from fsdp.optim_state.names import Names
 from fsdp.optim_state.scatter import can_scatter, scattered
-from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _PosDimTensorInfo
+from fsdp.optim_state.vocabulary import (
+    FSDPParamInfo,
+    Member,
+    PackedScalar,
+    _PosDimTensorInfo,
+    packed,
+    unpacked,
+)
 from fsdp.state_dict.form import gathered
 
 Route = Sequence[tuple[dist.ProcessGroup | None, int]]
@@ -93,7 +100,7 @@ class FirstRank:
         box = [_outline(state)]
         for group, first in self._route:
             dist.broadcast_object_list(box, src=first, group=group)
-        return box[0]
+        return _unpacked(box[0])
 
 
 def route_of(names: Names, group: dist.ProcessGroup | None) -> Route:
@@ -108,7 +115,13 @@ def _outline(value: Any) -> Any:
         return {name: _outline(each) for name, each in value.items()}
     if _has_dims(value):
         return _PosDimTensorInfo(value.shape, value.dtype)
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    return packed(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
+
+
+def _unpacked(outline: Any) -> Any:
+    if isinstance(outline, Mapping):
+        return {name: _unpacked(each) for name, each in outline.items()}
+    return unpacked(outline) if isinstance(outline, PackedScalar) else outline
 
 
 def _has_dims(value: Any) -> bool:

@@ -55,6 +55,13 @@ class Opaque:
         return 0
 
 
+class PackedScalar(NamedTuple):
+    """The bits of a tensor without dims."""
+
+    bits: bytes
+    dtype: torch.dtype
+
+
 @dataclass(kw_only=True)
 class StateInfo:
     """What ranks tell each other of one entry: everything but the elements of large tensors."""
@@ -70,6 +77,31 @@ class StateInfo:
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.scalar_tensors or self.non_tensors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # To pickle a tensor and back takes 0.35 ms of host time, its bits 0.05; there is one for
+        # each parameter and rank.
+        scalars = {name: packed(value) for name, value in self.scalar_tensors.items()}
+        return {**vars(self), "scalar_tensors": scalars}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        scalars = {name: unpacked(value) for name, value in state["scalar_tensors"].items()}
+        vars(self).update(state, scalar_tensors=scalars)
+
+
+def packed(value: torch.Tensor) -> torch.Tensor | PackedScalar:
+    """Return a tensor without dims as what is quickly pickled."""
+    plain = type(value) is torch.Tensor and value.layout is torch.strided
+    if not plain or value.is_complex() or value.is_quantized:
+        return value  # may be more than its bits
+    return PackedScalar(bytes(value.reshape(1).view(torch.uint8).tolist()), value.dtype)
+
+
+def unpacked(value: torch.Tensor | PackedScalar) -> torch.Tensor:
+    """Return the tensor of which ``packed`` was made."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(list(value.bits), dtype=torch.uint8).view(value.dtype).reshape(())
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp.joint_state import expect_separate
 from fsdp.optim_state.judge import same
 from fsdp.optim_state.same_kind import Given, check_same_kind
 from fsdp.reshard.pieces import Piece
@@ -31,6 +32,7 @@ class OptimizerView:
         pieces: of the model.
 
     Raises:
+        NotImplementedError: an optimizer has one state for all of its parameters.
         ValueError: a parameter of an optimizer is not of the model.
     """
 
@@ -40,6 +42,7 @@ class OptimizerView:
         self.optimizers: tuple[Optimizer, ...] = (
             (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers or ())
         )
+        expect_separate(self.optimizers)
         self._of_holder: dict[torch.Tensor, list[Piece]] = {}
         for piece in pieces:
             self._of_holder.setdefault(piece.holder, []).append(piece)

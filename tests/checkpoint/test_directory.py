@@ -210,7 +210,7 @@ def _asynchronous(context: RankContext, *, path: str, face: str) -> None:
         for entry in optimizer.state.values():
             for value in filter(torch.is_tensor, entry.values()):
                 value.fill_(9.0)
-    assert future.result(timeout=60) is None
+    assert future.result(timeout=120) is None
     checkpoint.load(path, again, other)
     same(everything(again, other), wanted)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from conformance.ranks import RankContext
 from fsdp import checkpoint
@@ -81,6 +81,8 @@ def test_another_optimizer_is_refused_on_every_rank(face: str, form: str, tmp_pa
         (AdamW, SGD, 0),
         (HEAVY, AdamW, 0),
         (RMSprop, Adam, 0),
+        (AdamW, Adamax, 0),  # what an optimizer with these options would have kept
+        (Adam, Adagrad, 0),
     ],
 )
 def test_entries_and_options_tell_optimizers_apart(
@@ -138,6 +140,15 @@ class Cautious(AdamW):
         self.param_groups[0]["cautious"] = True
 
 
+class Counting(AdamW):
+    """Has the options of torch's, and keeps more."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for param in self.state:
+            self.state[param]["calls"] = torch.tensor(1.0)
+
+
 def test_options_of_other_versions_and_of_schedulers_are_no_other_optimizer(tmp_path: Path) -> None:
     source, before = pair(AdamW, 1)
     torch.optim.lr_scheduler.OneCycleLR(before, 1.0, total_steps=9)
@@ -153,6 +164,27 @@ def test_options_of_other_versions_and_of_schedulers_are_no_other_optimizer(tmp_
     checkpoint.load(tmp_path / "older", model, other)
     assert other.param_groups[0]["cautious"] is True
     assert other.param_groups[0]["initial_lr"] == before.param_groups[0]["initial_lr"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [
+        *((kind, kind) for kind in (AdamW, Adamax, NAdam, RAdam, HEAVY, Counting)),
+        (AdamW, RAdam),
+        (AdamW, Cautious),
+        (Cautious, AdamW),  # whose options no optimizer of torch has
+    ],
+)
+def test_what_keeps_the_same_goes_on_from_before_the_first_step(
+    saved: Make, loading: Make, tmp_path: Path
+) -> None:
+    source, before = pair(saved, 1, steps=0)
+    torch.optim.lr_scheduler.LambdaLR(before, lambda _: 0.5)
+    checkpoint.save(tmp_path / "saved", source, before)
+    model, after = pair(loading, 2)
+    checkpoint.load(tmp_path / "saved", model, after)
+    assert not any(after.state.values())
+    assert after.param_groups[0]["lr"] == before.param_groups[0]["lr"]
 
 
 def test_parameters_without_a_state_tell_nothing(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 
 from fsdp import checkpoint
-from fsdp.checkpoint import CheckpointError, sharded
+from fsdp.checkpoint import CheckpointError, loading, sharded
 from tests.reshard.faces import everything, fresh, marked, plain, same
 
 
@@ -69,19 +71,51 @@ def test_unlisted_files_are_not_read(tmp_path: Path) -> None:
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path / "saved", "sharded")
-    real = sharded.ShardedCatalog.read
+def own(path: Path, seed: int = 7) -> None:
+    saved(path, "sharded", seed)
 
-    def read(self: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-        found = real(self, wanted)
-        saved(tmp_path / "saved", "sharded", seed=9)
+
+def foreign(path: Path, seed: int = 7) -> None:
+    """What torch alone writes; over what is there."""
+    model = plain(seed)
+    model_state, optimizer_state = get_state_dict(model, marked(model))
+    state = {"model": model_state, "optim": optimizer_state}
+    save_with_torch(state, checkpoint_id=path, no_dist=True)
+
+
+REPLACED = "was replaced or changed while it was read"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize(
+    ("write", "owner", "name", "fragment"),
+    [
+        (own, sharded.ShardedCatalog, "read", REPLACED),
+        (foreign, sharded.ShardedCatalog, "read", REPLACED),
+        (own, loading, "_inspected", "its bits have changed"),  # its digests tell at once
+        (foreign, loading, "_inspected", REPLACED),
+    ],
+    ids=["own read", "foreign read", "own looked at", "foreign looked at"],
+)
+def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(
+    write: Callable[..., None],
+    owner: Any,
+    name: str,
+    fragment: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write(tmp_path / "saved")
+    real = getattr(owner, name)
+
+    def then_replaced(*args: Any) -> Any:
+        found = real(*args)
+        write(tmp_path / "saved", seed=9)
         return found
 
-    monkeypatch.setattr(sharded.ShardedCatalog, "read", read)
-    refused(tmp_path / "saved", f"{tmp_path / 'saved'} was replaced or changed while it was read")
+    monkeypatch.setattr(owner, name, then_replaced)
+    refused(tmp_path / "saved", fragment)
 
 
 def test_the_old_checkpoint_comes_back_if_the_new_one_cannot_take_its_place(
@@ -143,7 +177,7 @@ def test_an_asynchronous_save_shares_nothing_with_training(
     real = sharded.write
 
     def late(*args: Any) -> None:
-        assert trained.wait(60)
+        assert trained.wait(120)
         real(*args)
 
     monkeypatch.setattr(sharded, "write", late)
@@ -152,7 +186,7 @@ def test_an_asynchronous_save_shares_nothing_with_training(
     model.kept["mean"].fill_(9.0)
     optimizer.param_groups[0]["history"][0] = 9
     trained.set()
-    future.result(timeout=60)
+    future.result(timeout=120)
     again = Live(2.0)
     checkpoint.load(tmp_path / "saved", again)
     assert again.kept == {"seen": [1.0], "mean": torch.tensor(1.0)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from threading import Timer
+from collections.abc import Callable
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from torch import Tensor, nn
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Ledger
-from conformance.checks.sharding import needed
+from conformance.checks.sharding import PARTS, needed
 from conformance.scenarios.live_bytes import (
+    BUSY_SECONDS,
     FIRST_SETTLE_SECONDS,
     SETTLE_SECONDS,
     AcceleratorMeter,
     metering,
+    others_rest,
 )
 from conformance.scenarios.memory import STEPS
 from conformance.scenarios.run import stored_bytes
@@ -65,6 +69,21 @@ def test_a_full_copy_on_every_rank_is_not_sharded(told: Story, part: str) -> Non
     assert found is not None
     assert found.cause is Cause.NOT_SHARDED
     assert part in found.sentence
+
+
+@pytest.mark.parametrize("whole", [None, 0, 1])
+def test_bytes_are_counted_after_every_step_in_which_they_are_seen(whole: int | None) -> None:
+    told = stored(PARAMETERS // (2 - (whole == 0)), OPTIMIZER // 2)
+    told.phase("step 1")
+    sizes(told, 1)
+    parameters = PARAMETERS // (2 - (whole == 1))
+    told.see(
+        "stored",
+        {"parameters/float32": parameters, "optimizer/float32": OPTIMIZER // 2},
+        step=1,
+    )
+    found = first_mismatch("sharding.bytes", told)
+    assert (None if found is None else found.where["step"]) == whole
 
 
 @pytest.mark.parametrize(
@@ -124,6 +143,7 @@ def test_with_one_replica_a_rank_nothing_can_be_told() -> None:
     assert judge is not None
     judge(told.evidence(), ledger)
     assert ledger.comparisons == 0
+    assert ledger.notes == [f"{p}: too small to tell sharded from replicated" for p in PARTS]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +157,11 @@ def test_with_one_replica_a_rank_nothing_can_be_told() -> None:
 )
 def test_what_sharding_needs(shape: tuple[int, ...], shards: int, expected: int) -> None:
     assert needed([shape], 4, shards) == expected
+
+
+def test_rounding_up_is_to_four_elements_where_these_are_more_than_sixteen_bytes() -> None:
+    assert needed([(2, 2)], 8, 2) == 2 * 32  # a row of 16 bytes on each of 2 ranks
+    assert needed([(2, 2)], 4, 2) == needed([(2, 2)], 2, 2) == 2 * 16
 
 
 def test_a_view_counts_with_the_storage_that_it_keeps_alive() -> None:
@@ -224,6 +249,15 @@ def test_the_meter_counts_each_storage_once_and_forgets_it_when_it_is_freed() ->
         assert meter.read() == 0
 
 
+def test_the_meter_counts_memory_once_that_two_storages_lie_in() -> None:
+    whole = torch.zeros(256)
+    part = torch.empty(0).set_(whole.untyped_storage()[256:512])
+    with metering(torch.device("cpu")) as meter:
+        for tensor in (part, whole):
+            tensor.add_(1)
+        assert meter.uncollected() == 1024
+
+
 def test_the_meter_sees_a_storage_that_is_emptied_and_filled_again() -> None:
     with metering(torch.device("cpu")) as meter:
         buffer = torch.zeros(256)
@@ -291,16 +325,93 @@ def test_the_accelerator_s_meter_waits_until_a_watchdog_has_let_go(
     assert meter.read(usual=64) == 64
 
 
-def test_what_another_thread_lets_go_late_is_waited_for_and_a_leak_only_once() -> None:
+class Clock:
+    """Stands in for the module `time`: goes on while somebody sleeps, and rings."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.alarms: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for at, ring in self.alarms:
+            if at <= self.now:
+                ring()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("conformance.scenarios.live_bytes.time", made)
+    return made
+
+
+def test_what_another_thread_lets_go_late_is_waited_for_and_a_leak_only_once(clock: Clock) -> None:
     with metering(torch.device("cpu")) as meter:
-        held = [torch.zeros(64)]
-        Timer(SETTLE_SECONDS + 0.3, held.clear).start()
+        held, seconds = [torch.zeros(64)], [0.0]
+        clock.alarms.append((SETTLE_SECONDS + 0.3, held.clear))
         assert meter.read(0) == 0
         kept = torch.zeros(64)
-        seconds = []
         for _ in range(2):
-            began = time.monotonic()
+            began = clock.now
             assert meter.read(0) == kept.nbytes
-            seconds.append(time.monotonic() - began)
-    assert seconds[0] >= FIRST_SETTLE_SECONDS
-    assert SETTLE_SECONDS <= seconds[1] < FIRST_SETTLE_SECONDS
+            seconds.append(clock.now - began)
+    assert seconds[1:] == pytest.approx([FIRST_SETTLE_SECONDS, SETTLE_SECONDS], abs=0.02)
+
+
+@pytest.mark.parametrize("usual", [0, None])
+def test_a_thread_that_got_no_processor_is_waited_for(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, usual: int | None
+) -> None:
+    resting = False
+    monkeypatch.setattr("conformance.scenarios.live_bytes.others_rest", lambda: resting)
+    with metering(torch.device("cpu")) as meter:
+        held = [torch.zeros(64)]
+        clock.alarms.append((FIRST_SETTLE_SECONDS + BUSY_SECONDS / 2, held.clear))
+        assert meter.read(usual) == 0
+        kept, began, resting = torch.zeros(64), clock.now, True
+        assert meter.read(0) == kept.nbytes
+        assert clock.now - began == pytest.approx(FIRST_SETTLE_SECONDS, abs=0.02)
+
+
+def test_a_thread_that_never_rests_is_waited_for_once(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conformance.scenarios.live_bytes.others_rest", lambda: False)
+    with metering(torch.device("cpu")) as meter:
+        kept, seconds = torch.zeros(64), []
+        for _ in range(2):
+            began = clock.now
+            assert meter.read(0) == kept.nbytes
+            seconds.append(clock.now - began)
+    wanted = [FIRST_SETTLE_SECONDS + BUSY_SECONDS, SETTLE_SECONDS]
+    assert seconds == pytest.approx(wanted, abs=0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thread_rests_when_it_waits_and_not_when_it_works() -> None:
+    over = Event()
+
+    def work() -> None:
+        while not over.is_set():
+            pass
+
+    until(others_rest)
+    for target, rests in ((over.wait, True), (work, False)):
+        thread = Thread(target=target)
+        thread.start()
+        until(lambda wanted=rests: others_rest() is wanted)
+        over.set()
+        thread.join()
+        over.clear()
+    until(others_rest)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.001)

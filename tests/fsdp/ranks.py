@@ -31,7 +31,7 @@ def on_ranks(
     *,
     fresh: bool = False,
     device: str = "cpu",
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     """What ``function(context, **kwargs)`` returned on each rank of ``world`` ranks.

@@ -531,6 +531,19 @@ def test_ranks_with_different_models_all_hear_the_first_difference(
     assert fragment in agreed(_different_models, 2, what=what)
 
 
+def _refused_twice(context: RankContext) -> list[list[str]]:
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fully_shard(module)
+    return [error_of(optimizer.step) for _ in range(2)]
+
+
+def test_an_optimizer_that_was_refused_is_refused_again() -> None:
+    first, again = agreed(_refused_twice, 2)
+    assert first == again
+    assert first[0] == "ValueError"
+
+
 def _problem_on_one_rank(context: RankContext) -> list[str]:
     module = nn.Linear(DIM, DIM, device="meta" if context.rank == 1 else "cpu")
     fully_shard(module)

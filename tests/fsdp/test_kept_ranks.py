@@ -24,16 +24,20 @@ def test_ranks_that_have_trained_are_kept() -> None:
     assert on_ranks(_train, 2) == on_ranks(_train, 2)
 
 
-def test_the_hook_on_optimizers_goes_with_the_last_parameter_that_needs_it() -> None:
-    hooks = optimizers._global_optimizer_pre_hooks
-    before, guard = len(hooks), _Guard()
+def test_the_hooks_on_optimizers_go_with_the_last_parameter_that_needs_it() -> None:
+    def hooks() -> list[int]:
+        both = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
+        return [len(each) for each in both]
+
+    before, guard = hooks(), _Guard()
+    installed = [number + 1 for number in before]
     params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     for param in params:
         param.mark = _Mark("weight", "were whole when it was made")
         guard.watch(param.mark)
-    assert len(hooks) == before + 1
+    assert hooks() == installed
     params.pop()
-    assert len(hooks) == before + 1, "one parameter is left"
+    assert hooks() == installed, "one parameter is left"
     params.pop()
     del param
-    assert len(hooks) == before
+    assert hooks() == before

@@ -84,7 +84,7 @@ def test_a_script_of_the_readme_trains_as_one_process_does(name: str, tmp_path: 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     agree(done.stdout)

@@ -136,6 +136,23 @@ def test_a_state_dict_shares_memory_with_the_parameters() -> None:
     assert agreed(_shares_memory, 2) is True
 
 
+def _storages(context: RankContext) -> list[tuple[int, ...]]:
+    """What each parameter and each entry of a state is in bytes, and the storages behind it."""
+    model = shard_blocks(build(Stack, hidden=2))  # the last of three ranks has no row of some
+    found = []
+    for tensor in [*model.parameters(), *get_model_state_dict(model).values()]:
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            found.append((local.nbytes, local.untyped_storage().nbytes(), tensor.storage_offset()))
+    return found
+
+
+def test_a_parameter_has_a_storage_of_its_own_in_the_memory_of_its_unit() -> None:
+    """Views of one are saved and copied with all of it, and for DTensors not compiled at all."""
+    for found in on_ranks(_storages, 3):
+        assert all(held == nbytes and offset == 0 for nbytes, held, offset in found)
+
+
 def _saved_and_loaded(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)

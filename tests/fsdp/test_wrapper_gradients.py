@@ -280,6 +280,34 @@ def test_gradients_may_stay_in_the_low_dtype(strategy: str, *, original: bool) -
     on_ranks(_low, 2, original=original, strategy=strategy)
 
 
+# In float64
+
+
+def _double(context: RankContext, *, original: bool, strategy: str) -> None:
+    plain, model = (
+        build().double(),
+        wrapped(
+            lambda: build().double(),
+            use_orig_params=original,
+            sharding_strategy=ShardingStrategy[strategy],
+        ),
+    )
+    for each in (plain, model):
+        each(batch(0, 0).double()).pow(2).mean().backward()
+    whole = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+    norm = model.clip_grad_norm_(0.5 * float(whole))
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, whole, rtol=1e-14, atol=0)
+    after = model.clip_grad_norm_(1e9)
+    torch.testing.assert_close(after, 0.5 * whole, rtol=1e-5, atol=0)  # an epsilon in the factor
+
+
+@ORIGINAL
+@STRATEGIES
+def test_the_norm_of_gradients_in_float64_is_one(strategy: str, *, original: bool) -> None:
+    on_ranks(_double, 2, original=original, strategy=strategy)
+
+
 # Whole, beside whole parameters
 
 

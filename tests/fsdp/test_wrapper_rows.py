@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 import warnings
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ from torch.nn import functional
 import fsdp
 from conformance.models.fixtures import MixtureOfExperts, NestedWrappedModuleWithDelay
 from conformance.ranks import RankContext
+from conformance.scenarios.live_bytes import Patience, others_rest
 from fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, wrapper_making
 from fsdp.engine import backward, forward
 from fsdp.engine.division import half_of
@@ -223,8 +223,15 @@ GAP = 16
 
 
 def _low_bytes() -> int:
-    """Memory in low precision that Python knows of; not the zeros that fill gaps of a layout."""
+    """Memory in low precision that Python knows of; not the zeros that fill gaps of a layout.
+
+    The backend's threads let go of what was sent a moment after it has arrived: the least is read.
+    """
     gc.collect()
+    return Patience(others_rest).settled(_low_bytes_now, None)
+
+
+def _low_bytes_now() -> int:
     found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     storages = [t.untyped_storage() for t in found if t.dtype == LOW and not t.is_meta]
     return sum(size for size in {s._cdata: s.nbytes() for s in storages}.values() if size > GAP)
@@ -246,12 +253,7 @@ def _low_memory(context: RankContext, strategy: str, *, original: bool) -> list[
         handle.remove()
         assert {param.dtype for param in model.parameters()} == {torch.float32}
         model.zero_grad()
-        # The backend's threads let go of what was sent a moment after it has arrived.
-        patience = 50
-        while (left := _low_bytes() - before) and patience:
-            time.sleep(0.01)
-            patience -= 1
-        found.append(left)
+        found.append(_low_bytes() - before)
     return found
 
 

@@ -57,6 +57,17 @@ def test_a_name_says_what_is_built() -> None:
     assert case("drawn:4.12").traits == frozenset()
 
 
+def test_a_model_in_float64_has_weights_buffers_and_data_in_it() -> None:
+    model = case("drawn:6d.(7bv.5n)f.3t")
+    built = model.build()
+    held = [*built.parameters(), *built.buffers(), *model.batch(1, 2, 0)]
+    floating = {tensor.dtype for tensor in held if tensor.is_floating_point()}
+    assert floating == {model.dtype} == {torch.float64}
+    assert built.parts[0].parts[0].passes.dtype == torch.int64
+    assert built.parts[1].twin.weight is built.parts[1].square.weight
+    assert case("drawn:6.3").dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -66,6 +77,8 @@ def test_a_name_says_what_is_built() -> None:
         ("drawn:6.().3", "a unit needs at least one layer"),
         ("drawn:6.0.3", "a size must be at least 1"),
         ("drawn:0.3", "a size must be at least 1"),
+        ("drawn:6x.3", "letters 'x' of 6x: each of 'd' at most once"),
+        ("drawn:6dd.3", "each of 'd' at most once"),
         ("drawn:6.7z.3", "letters 'z' of 7z: each of 'bnsgtv' at most once"),
         ("drawn:6.7bb.3", "each of 'bnsgtv' at most once"),
         ("drawn:6.(7)x.3", "each of 'fr' at most once"),

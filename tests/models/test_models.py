@@ -74,7 +74,7 @@ def test_weights_and_batches_are_the_same_in_another_process() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     assert other.stdout.strip() == checksum()
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from conformance.ranks import RankPool, supervise
+from tests.ranks.bounds import count_bounds_from, rest
 
 
 @pytest.fixture(scope="session")
@@ -15,5 +16,18 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "GRACE", 0.4)
+def _soon_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are stuck are found sooner."""
+    monkeypatch.setattr(supervise, "STILL", 0.4)
+
+
+@pytest.fixture
+def _long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every rank has to say is waited for."""
+    monkeypatch.setattr(supervise, "GRACE", 60.0)
+
+
+@pytest.fixture
+def _from_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound counts from when the ranks are where they stay."""
+    count_bounds_from(monkeypatch, rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from conformance.ranks import RankContext, SkipRank
+from tests.ranks.bounds import say_arrived
 
 WAIT = "import time; time.sleep(300)"
 
@@ -73,8 +75,20 @@ def fail_everywhere(context: RankContext) -> None:
 
 
 def fail_differently(context: RankContext) -> None:
-    time.sleep(0.1 * context.rank)
+    """One after the other: a rank that has failed is ended a moment later."""
+    pids = [torch.empty(1, dtype=torch.int64) for _ in range(context.world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if context.rank == 1:
+        _wait_for_the_end_of(int(pids[0].item()))
     raise RuntimeError(f"failure of rank {context.rank}")
+
+
+def _wait_for_the_end_of(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(pid, 0)
+            time.sleep(0.001)
 
 
 def return_a_tensor(context: RankContext) -> Any:
@@ -196,6 +210,7 @@ def end_without_the_last_collective(context: RankContext) -> None:
 
 def loop_forever(context: RankContext) -> None:
     if context.rank == 1:
+        say_arrived()
         while True:
             pass
 

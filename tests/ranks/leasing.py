@@ -20,7 +20,7 @@ def main(directory: str, names: str, counts: str, milliseconds: str) -> None:
     leases = fake_leases(Path(directory), names)
     lines = []
     for count in map(int, counts.split(",")):
-        with leases.hold(count, timeout=60.0) as devices:
+        with leases.hold(count, timeout=120.0) as devices:
             start = time.monotonic()
             Path(directory, f"{os.getpid()}.holds").write_text(str(devices))
             time.sleep(float(milliseconds) / 1000)

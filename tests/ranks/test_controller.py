@@ -15,6 +15,9 @@ import pytest
 from conformance.ranks import Job, RankContext, RankPool, RankVerdict
 from tests.ranks import jobs
 
+PATIENCE = 120.0
+"""Seconds after which something does not come about any more."""
+
 CONTROLLER = """
 import sys
 from conformance.ranks import Job, shared_pool
@@ -26,20 +29,26 @@ job = Job(
     cwd=".",
     kwargs={"path": sys.argv[1]},
 )
-shared_pool(2).run(job, timeout=120)
+shared_pool(2).run(job, timeout=240)
 assert "torch" not in sys.modules
 """
 
 
-def processes(path: Path, *, timeout: float = 60.0) -> list[int]:
+def lines_of(path: Path) -> list[str]:
+    """Lines that ranks have written to their end; none if there is no file."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def processes(path: Path) -> list[int]:
     """Ranks, their children and the forkserver, once both ranks have said who they are."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = lines_of(path)
         if len(lines) == 2:
             return sorted({int(pid) for line in lines for pid in line.split()})
         time.sleep(0.05)
-    raise AssertionError(f"ranks did not start within {timeout} s")
+    raise AssertionError(f"ranks did not start within {PATIENCE} s")
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -54,8 +63,9 @@ def alive(pids: list[int]) -> list[int]:
     return found
 
 
-def wait_until_dead(pids: list[int], timeout: float) -> list[int]:
-    deadline = time.monotonic() + timeout
+def wait_until_dead(pids: list[int]) -> list[int]:
+    """Those that live on."""
+    deadline = time.monotonic() + PATIENCE
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive(pids)
@@ -75,8 +85,8 @@ def test_no_rank_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
         pids = processes(path)
         assert len(pids) == 9
         controller.kill()
-        controller.wait(10)
-        assert wait_until_dead(pids, 5.0) == []
+        controller.wait(PATIENCE)
+        assert wait_until_dead(pids) == []
     finally:
         controller.kill()
         controller.wait()
@@ -96,19 +106,19 @@ def test_an_interrupted_controller_ends_the_job_and_can_go_on(
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=120)
+        pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=2 * PATIENCE)
     thread.join()
     ranks_and_children = [
         int(pid) for line in path.read_text().splitlines() for pid in line.split()[:4]
     ]
     assert len(ranks_and_children) == 8
-    assert wait_until_dead(ranks_and_children, 5.0) == []
+    assert wait_until_dead(ranks_and_children) == []
     assert pool.run(Job.of(jobs.sum_over_ranks)).verdict is RankVerdict.OK
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_death_of_the_forkserver_is_a_crash_and_the_pool_recovers(pool: RankPool) -> None:
-    outcome = pool.run(Job.of(kill_parent), timeout=30)
+    outcome = pool.run(Job.of(kill_parent), timeout=PATIENCE)
     assert outcome.verdict is RankVerdict.CRASH, outcome
     assert "gone with its forkserver" in outcome.sentence
     assert pool.run(Job.of(jobs.sum_over_ranks)).verdict is RankVerdict.OK

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,8 @@ from conformance.ranks.setup import RankSetup
 from conformance.ranks.worker import _hide_devices, _take_device
 from tests.ranks.leasing import fake_leases
 
+PATIENCE = 120.0
+"""Seconds after which something does not come about any more."""
 EIGHT = "0,1,2,3,4,5,6,7"
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +54,7 @@ def process(
 def run_all(directory: Path, *processes: tuple[str, str, int]) -> list[Held]:
     with ExitStack() as stack:
         running = [stack.enter_context(process(directory, *each)) for each in processes]
-        assert [each.wait(60) for each in running] == [0] * len(running)
+        assert [each.wait(PATIENCE) for each in running] == [0] * len(running)
     lines = [line for log in directory.glob("*.log") for line in log.read_text().splitlines()]
     fields = [line.split() for line in lines]
     return sorted(Held(float(s), float(e), frozenset(devices)) for s, e, *devices in fields)
@@ -92,13 +93,13 @@ def test_on_two_devices_wide_jobs_take_turns_and_narrow_ones_run_side_by_side(
 ) -> None:
     held = run_all(tmp_path, *[("0,1", "2,1,1,2,1,1,1,2", 60)] * 2)
     assert clashes(held) == []
-    narrow = [lease for lease in held if len(lease.devices) == 1]
-    together = [
-        (one, other)
-        for one, other in pairwise(narrow)
-        if other.start < one.end and one.devices != other.devices
-    ]
-    assert together
+    leases = fake_leases(tmp_path, "0,1")
+    with process(tmp_path, "0,1", "1", 600_000) as holder:
+        wait_for(lambda: (tmp_path / f"{holder.pid}.holds").exists())
+        with pytest.raises(RuntimeError, match="not free"), leases.hold(2, timeout=0.0):
+            pytest.fail("both are free")
+        with leases.hold(1, timeout=0.0) as devices:
+            assert devices == (1,)
 
 
 def test_processes_that_see_different_devices_share_the_common_one(tmp_path: Path) -> None:
@@ -111,10 +112,9 @@ def test_the_death_of_a_holder_frees_its_devices(tmp_path: Path) -> None:
     with process(tmp_path, EIGHT, "8", 600_000) as holder:
         wait_for(lambda: list(tmp_path.glob("*.holds")) != [])
         holder.kill()
-        started = time.monotonic()
-        with fake_leases(tmp_path, EIGHT).hold(8, timeout=10.0) as devices:
+        holder.wait()
+        with fake_leases(tmp_path, EIGHT).hold(8, timeout=0.0) as devices:
             assert devices == tuple(range(8))
-        assert time.monotonic() - started < 1.0
 
 
 def test_who_waits_holds_nothing_and_who_cannot_wait_longer_is_told(tmp_path: Path) -> None:
@@ -124,12 +124,12 @@ def test_who_waits_holds_nothing_and_who_cannot_wait_longer_is_told(tmp_path: Pa
         waiting = threading.Thread(target=hold_once, args=(tmp_path, 2))
         waiting.start()
         wait_for(lambda: is_held(tmp_path / "fake-queue.lock"))
-        with FileLock(tmp_path / "fake-3.lock", timeout=5.0, poll_interval=0.001):
+        with FileLock(tmp_path / "fake-3.lock", timeout=PATIENCE, poll_interval=0.001):
             assert waiting.is_alive()
         queue = rf"1 of 4 devices of type fake were not free within 0\.1 s.*{tmp_path}"
         with pytest.raises(RuntimeError, match=queue), leases.hold(1, timeout=0.1):
             pytest.fail("it overtook the one that waits")
-    waiting.join(10)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
 
 
@@ -142,15 +142,15 @@ def is_held(path: Path) -> bool:
 
 
 def hold_once(directory: Path, count: int) -> None:
-    with fake_leases(directory, "0,1,2,3").hold(count, timeout=20.0):
+    with fake_leases(directory, "0,1,2,3").hold(count, timeout=PATIENCE):
         pass
 
 
 def test_a_large_job_is_not_starved_by_small_ones(tmp_path: Path) -> None:
-    small = "1," * 39 + "1"
+    small = ",".join(["1"] * 20_000)  # that is ten minutes
     with process(tmp_path, "0,1", small, 30), process(tmp_path, "0,1", small, 30):
         wait_for(lambda: len(list(tmp_path.glob("*.holds"))) == 2)
-        with fake_leases(tmp_path, "0,1").hold(2, timeout=10.0):
+        with fake_leases(tmp_path, "0,1").hold(2, timeout=PATIENCE):
             running = list(tmp_path.glob("*.log"))
         assert running == []
 
@@ -233,7 +233,7 @@ def test_a_job_waits_until_its_devices_are_free(tmp_path: Path) -> None:
             thread.start()
             thread.join(0.5)
             assert thread.is_alive()
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -275,9 +275,9 @@ def test_devices_are_hidden_from_ranks_of_the_host(monkeypatch: pytest.MonkeyPat
     assert os.environ["META_VISIBLE_DEVICES"] == ""
 
 
-def wait_for(condition: object, timeout: float = 20.0) -> None:
+def wait_for(condition: object) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.01)

@@ -8,15 +8,15 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from conformance.ranks import Job
-from conformance.ranks.evidence import innermost_frame
+from conformance.ranks import Job, supervise
+from conformance.ranks.evidence import innermost_frame, is_whole
 from conformance.ranks.job import load_function
 from conformance.ranks.process import describe_exit
 from conformance.ranks.records import (
@@ -67,9 +67,8 @@ def test_a_ring_has_all_of_its_room_before_anything_is_written(tmp_path: Path) -
     assert read_ring(tmp_path / "ring") == (REDUCE,)
 
 
-def test_a_ring_without_room_is_an_error_that_names_the_remedy(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    told = f"No space left on device: .* free some in {tmp_path}, or set TMPDIR to another folder"
+def test_a_ring_without_room_is_an_error_that_names_the_remedy() -> None:
+    told = "No space left on device: /dev/full; .*; make room, or name another folder .* TMPDIR"
     with pytest.raises(OSError, match=told) as raised:
         Ring(Path("/dev/full"))
     assert raised.value.errno == errno.ENOSPC
@@ -159,6 +158,32 @@ def test_the_innermost_frame_is_that_of_the_current_thread() -> None:
     assert innermost_frame("") == innermost_frame("no stack here") == ""
 
 
+OUTERMOST = '  File "<string>", line 1 in <module>\n'
+
+
+def test_a_stack_is_whole_when_its_last_frame_is_written() -> None:
+    for last in (OUTERMOST, "  ...\n"):
+        assert is_whole(STACK + last)
+        assert not any(is_whole((STACK + last)[:size]) for size in range(len(STACK + last)))
+
+
+def test_a_stack_that_is_written_with_breaks_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, stacks = tmp_path / "output", tmp_path / "stacks"
+    process = mock.Mock(setup=mock.Mock(output=str(output), stacks=str(stacks)))
+    supervisor = supervise.Supervisor(server=mock.Mock(), ranks=[process], timeout=1.0)
+    pieces = iter([STACK[:20], "", "", STACK[20:], "", "", "", OUTERMOST])
+
+    def write(seconds: float) -> None:
+        with stacks.open("a") as file:
+            file.write(next(pieces, ""))
+
+    monkeypatch.setattr("conformance.ranks.supervise.time.sleep", write)
+    supervisor._take_stacks(supervisor._watched)
+    assert supervisor._watched[0].stack == (STACK + OUTERMOST).strip()
+
+
 def test_a_job_names_its_function() -> None:
     job = Job.of(jobs.Holder.rank_twice, n=1)
     assert (job.module, job.qualname) == ("tests.ranks.jobs", "Holder.rank_twice")
@@ -215,6 +240,6 @@ def test_a_script_runs_its_own_functions_as_jobs_and_needs_no_torch_for_it(tmp_p
         )
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.stdout == "([0, 'yes'], [1, 'yes']) False\n", done.stderr

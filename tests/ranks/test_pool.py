@@ -11,9 +11,16 @@ import pytest
 
 from conformance.ranks import Job, RankPool, RankVerdict, shared_pool
 from tests.ranks import jobs
-from tests.ranks.test_controller import wait_until_dead
+from tests.ranks.bounds import count_bounds_from
+from tests.ranks.test_controller import lines_of, wait_until_dead
 
-short_grace = pytest.mark.usefixtures("_short_grace")
+soon_still = pytest.mark.usefixtures("_soon_still")
+long_grace = pytest.mark.usefixtures("_long_grace")
+from_rest = pytest.mark.usefixtures("_from_rest")
+
+SOON = 30.0
+"""Seconds: far below the bounds of the jobs that something else has to end."""
+BOUND = 120.0
 
 
 def assert_next_job_runs(pool: RankPool) -> None:
@@ -61,7 +68,7 @@ def test_every_job_starts_from_the_same_seed(pool: RankPool) -> None:
 
 
 def test_exception_on_one_rank_is_named_and_the_waiting_rank_is_bounded(pool: RankPool) -> None:
-    outcome = pool.run(Job.of(jobs.fail_on_rank_1))
+    outcome = pool.run(Job.of(jobs.fail_on_rank_1), timeout=BOUND)
     assert outcome.verdict is RankVerdict.ERROR
     assert outcome.sentence.startswith("rank 1: ValueError: rank 1 has its reasons")
     report = outcome.reports[1]
@@ -69,7 +76,7 @@ def test_exception_on_one_rank_is_named_and_the_waiting_rank_is_bounded(pool: Ra
     assert report.error == "ValueError"
     assert "fail_on_rank_1" in report.traceback
     assert "conformance/ranks/worker.py" not in report.traceback
-    assert outcome.seconds < 5
+    assert outcome.seconds < SOON
     assert_next_job_runs(pool)
 
 
@@ -80,6 +87,7 @@ def test_exception_on_one_rank_while_the_other_is_done(pool: RankPool) -> None:
     assert outcome.values == ("fine", None)
 
 
+@long_grace
 def test_equal_exceptions_are_told_once(pool: RankPool) -> None:
     outcome = pool.run(Job.of(jobs.fail_everywhere))
     assert outcome.verdict is RankVerdict.ERROR
@@ -87,6 +95,7 @@ def test_equal_exceptions_are_told_once(pool: RankPool) -> None:
     assert_next_job_runs(pool)
 
 
+@long_grace
 def test_different_exceptions_are_told_in_the_order_of_time(pool: RankPool) -> None:
     outcome = pool.run(Job.of(jobs.fail_differently))
     assert outcome.sentence == (
@@ -94,6 +103,7 @@ def test_different_exceptions_are_told_in_the_order_of_time(pool: RankPool) -> N
     )
 
 
+@long_grace
 def test_a_value_that_is_not_json_is_an_error_that_says_so(pool: RankPool) -> None:
     outcome = pool.run(Job.of(jobs.return_a_tensor))
     assert outcome.verdict is RankVerdict.ERROR
@@ -106,13 +116,13 @@ def test_skip_on_all_ranks(pool: RankPool, kind: str) -> None:
     assert (outcome.verdict, outcome.sentence) == (RankVerdict.SKIP, "no such device")
 
 
-@short_grace
+@soon_still
 @pytest.mark.parametrize("collective", [False, True], ids=["done", "waiting"])
 def test_skip_on_one_rank_only_is_an_error(pool: RankPool, *, collective: bool) -> None:
-    outcome = pool.run(Job.of(jobs.skip_on_rank_1, collective=collective), timeout=20)
+    outcome = pool.run(Job.of(jobs.skip_on_rank_1, collective=collective), timeout=BOUND)
     assert outcome.verdict is RankVerdict.ERROR
     assert outcome.sentence.startswith("rank 1 skipped (not here), rank 0 did not")
-    assert outcome.seconds < 5
+    assert outcome.seconds < SOON
 
 
 @pytest.mark.parametrize(
@@ -125,17 +135,17 @@ def test_skip_on_one_rank_only_is_an_error(pool: RankPool, *, collective: bool) 
     ],
 )
 def test_a_rank_that_dies_is_a_crash(pool: RankPool, how: str, exit_: str) -> None:
-    outcome = pool.run(Job.of(jobs.die, how=how))
+    outcome = pool.run(Job.of(jobs.die, how=how), timeout=BOUND)
     assert outcome.verdict is RankVerdict.CRASH, outcome
     assert outcome.sentence.startswith(f"rank 1 died without a report ({exit_})")
     assert "its last collective was all_reduce 1 of group default" in outcome.sentence
     assert outcome.exits == (None, exit_)
     assert "last words" in outcome.outputs[1]
-    assert outcome.seconds < 5
+    assert outcome.seconds < SOON
     assert_next_job_runs(pool)
 
 
-@short_grace
+@soon_still
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -145,16 +155,16 @@ def test_a_rank_that_dies_is_a_crash(pool: RankPool, how: str, exit_: str) -> No
     ],
 )
 def test_a_rank_without_a_readable_report_is_a_crash(pool: RankPool, how: str, words: str) -> None:
-    outcome = pool.run(Job.of(jobs.die, how=how), timeout=30)
+    outcome = pool.run(Job.of(jobs.die, how=how), timeout=BOUND)
     assert outcome.verdict is RankVerdict.CRASH, outcome
     assert outcome.sentence.startswith(f"rank 1 {words}")
     assert_next_job_runs(pool)
 
 
+@from_rest
 def test_a_missing_collective_is_a_hang_with_collective_group_module_and_stack(
     pool: RankPool,
 ) -> None:
-    assert_next_job_runs(pool)  # the bound below is no bound on starting ranks
     outcome = pool.run(Job.of(jobs.miss_a_collective_in_a_module), timeout=1)
     assert outcome.verdict is RankVerdict.HANG, outcome
     start = "rank 1 never entered all_reduce 2 of group default (second) in phase step 2; "
@@ -162,53 +172,53 @@ def test_a_missing_collective_is_a_hang_with_collective_group_module_and_stack(
     assert "miss_a_collective_in_a_module (jobs.py:" in outcome.sentence
     assert "in miss_a_collective_in_a_module" in (outcome.stacks[1] or "")
     assert "in all_reduce" in (outcome.stacks[0] or "")
-    assert 1 <= outcome.seconds < 6
+    assert 1 <= outcome.seconds < SOON
     assert_next_job_runs(pool)
 
 
+@from_rest
 def test_a_collective_is_on_record_before_it_is_issued(pool: RankPool) -> None:
-    assert_next_job_runs(pool)  # the bound below is no bound on starting ranks
     outcome = pool.run(Job.of(jobs.wait_inside_the_call), timeout=1)
     assert outcome.verdict is RankVerdict.HANG
     assert outcome.sentence.startswith("rank 1 never entered barrier 1 of group default; rank 0 wa")
 
 
-@short_grace
+@soon_still
 def test_a_rank_that_ends_early_is_found_long_before_the_bound(pool: RankPool) -> None:
-    outcome = pool.run(Job.of(jobs.end_without_the_last_collective), timeout=60)
+    outcome = pool.run(Job.of(jobs.end_without_the_last_collective), timeout=BOUND)
     assert outcome.verdict is RankVerdict.HANG
     assert outcome.sentence.startswith(
         "rank 1 ended and never entered all_reduce 2 of group default; rank 0 waits there for"
     )
-    assert outcome.seconds < 5
+    assert outcome.seconds < SOON
 
 
+@from_rest
 def test_an_endless_loop_is_a_hang(pool: RankPool) -> None:
-    assert_next_job_runs(pool)  # the bound below is no bound on starting ranks
     outcome = pool.run(Job.of(jobs.loop_forever), timeout=1)
     assert outcome.verdict is RankVerdict.HANG
     assert outcome.sentence.startswith("rank 1 did not end within 1 s, it is at loop_forever (jobs")
     assert_next_job_runs(pool)
 
 
-@short_grace
+@soon_still
 def test_another_shape_is_a_desync(pool: RankPool) -> None:
-    outcome = pool.run(Job.of(jobs.other_shape), timeout=60)
+    outcome = pool.run(Job.of(jobs.other_shape), timeout=BOUND)
     assert outcome.verdict is RankVerdict.DESYNC, outcome
     assert outcome.sentence == (
         "rank 0 entered all_reduce 2 of group default with 3 float32 [3], sum; "
         "there rank 1 entered all_reduce with 4 float32 [4], sum: different numel"
     )
-    assert outcome.seconds < 5
+    assert outcome.seconds < SOON
     assert_next_job_runs(pool)
 
 
-@short_grace
+@soon_still
 def test_another_operation_is_a_desync(pool: RankPool) -> None:
-    outcome = pool.run(Job.of(jobs.other_op), timeout=60)
+    outcome = pool.run(Job.of(jobs.other_op), timeout=BOUND)
     assert outcome.verdict is RankVerdict.DESYNC, outcome
     assert outcome.sentence.endswith("different op")
-    assert outcome.seconds < 5
+    assert outcome.seconds < SOON
 
 
 def test_another_reduction_is_a_desync_though_all_ranks_return(pool: RankPool) -> None:
@@ -223,7 +233,7 @@ def test_a_disagreement_is_found_after_its_record_is_gone(pool: RankPool) -> Non
     assert "entered 301 collectives each in default" in outcome.sentence
 
 
-@short_grace
+@soon_still
 def test_a_send_that_nobody_receives_is_a_hang(pool: RankPool) -> None:
     outcome = pool.run(Job.of(jobs.send_without_receive))
     assert outcome.verdict is RankVerdict.HANG, outcome
@@ -270,7 +280,7 @@ def test_threads_of_the_controller_take_turns(pool: RankPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(BOUND)
     assert [outcome.verdict for outcome in outcomes] == [RankVerdict.OK] * 3
 
 
@@ -325,18 +335,20 @@ def test_arguments_that_cannot_be_sent_are_refused(pool: RankPool) -> None:
         pool.run(Job.of(jobs.sum_over_ranks, size=lambda: 3))
 
 
-def test_a_bounded_job_leaves_no_process(pool: RankPool, tmp_path: Path) -> None:
+def test_a_bounded_job_leaves_no_process(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "pids"
-    assert_next_job_runs(pool)
-    outcome = pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=2)
+    count_bounds_from(monkeypatch, lambda _: len(lines_of(path)) == 2)
+    outcome = pool.run(Job.of(jobs.write_pids_and_wait, path=str(path)), timeout=0.5)
     assert outcome.verdict is RankVerdict.HANG
-    pids = [int(pid) for line in path.read_text().splitlines() for pid in line.split()[:4]]
+    pids = [int(pid) for line in lines_of(path) for pid in line.split()[:4]]
     assert len(pids) == 8
-    assert wait_until_dead(pids, 2.0) == []
+    assert wait_until_dead(pids) == []
 
 
 def test_the_children_of_a_rank_that_dies_die_too(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "pid"
     outcome = pool.run(Job.of(jobs.die_with_children, path=str(path)))
     assert outcome.verdict is RankVerdict.CRASH
-    assert wait_until_dead([int(pid) for pid in path.read_text().split()], 2.0) == []
+    assert wait_until_dead([int(pid) for pid in path.read_text().split()]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -193,30 +194,40 @@ def test_collectives_of_other_threads_are_not_seen(pool: RankPool) -> None:
     assert outcome.values == ([2], [2]), outcome.sentence
 
 
-def count_while_a_collective_waits(context: RankContext) -> int:
-    """How often another thread ran while this rank was inside of a collective for half a second."""
+def count_while_a_collective_waits(context: RankContext, *, path: str) -> int:
+    """How often another thread ran while this rank was inside of a collective.
+
+    The other rank does not enter it before that was five times, or half a minute later.
+    """
+    ran = Path(path)
     if context.rank == 1:
-        time.sleep(0.5)
+        deadline = time.monotonic() + 30
+        while not ran.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         dist.monitored_barrier()
         return 0
-    ticks, over = [], Event()
+    ticks, begun, over = [], Event(), Event()
 
     def tick() -> None:
+        begun.wait()
         while not over.wait(0.01):
             ticks.append(time.monotonic())
+            if len(ticks) == 5:
+                ran.touch()
 
     thread = Thread(target=tick)
     thread.start()
-    begun = time.monotonic()
+    begun.set()
     dist.monitored_barrier()
     ended = time.monotonic()
     over.set()
     thread.join()
-    return sum(begun < at < ended for at in ticks)
+    return sum(at < ended for at in ticks)
 
 
-def test_python_goes_on_while_a_collective_waits(pool: RankPool) -> None:
-    outcome = pool.run(Job.of(count_while_a_collective_waits))
+def test_python_goes_on_while_a_collective_waits(pool: RankPool, tmp_path: Path) -> None:
+    job = Job.of(count_while_a_collective_waits, path=str(tmp_path / "ran"))
+    outcome = pool.run(job)
     assert outcome.values[0] >= 5, outcome.sentence
 
 

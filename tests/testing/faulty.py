@@ -27,7 +27,7 @@ class Faults(FSDPTest):
 
     world_size = 2
     device_type = "cpu"
-    timeout = 60.0
+    timeout = 120.0
 
     @unittest.expectedFailure
     def dies_where_a_failure_is_expected(self) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from conformance.ranks import RankPool
 
 MARK = "FSDP_TEST_FAULTS_MARK"
+PATIENCE = 60.0
+"""Seconds after which a process that was ended is one that was not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,19 @@ def marked_processes(value: str) -> set[int]:
     return found - {os.getpid()}
 
 
-def expected_processes(pool: RankPool) -> set[int]:
-    """The forkserver and the ranks that the pool keeps."""
+def only_expected_processes(
+    value: str, pool: RankPool, others: frozenset[int] = frozenset()
+) -> bool:
+    """Whether the forkserver and the ranks that the pool keeps live, and soon no other ones.
+
+    Who was killed lives on until it gets a processor, on a busy machine for a while.
+    """
     server = pool._server
     assert server is not None
-    return {server._process.pid} | {rank.pid for rank in pool._kept}
+    expected = {server._process.pid} | {rank.pid for rank in pool._kept}
+    deadline = time.monotonic() + PATIENCE
+    while (found := marked_processes(value) - others) != expected:
+        if not expected <= found or time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

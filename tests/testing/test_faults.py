@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from conformance.ranks import RankPool
-from tests.testing.faults import CRASH, ROWS, Row
+from tests.testing.faults import CRASH, ROWS, SOON, Row
 from tests.testing.faulty import BoundedFaults, Faults
-from tests.testing.running import Ran, expected_processes, marked_processes, run_one
+from tests.testing.running import Ran, only_expected_processes, run_one
 
-pytestmark = pytest.mark.usefixtures("_short_grace")
+pytestmark = pytest.mark.usefixtures("_bounds")
 NEXT = "finds_everything_as_it_was"
 
 
@@ -24,7 +24,7 @@ def commit(cls: type[Faults], method: str, mark: str) -> Ran:
     ran = run_one(cls, method)
     after = run_one(Faults, NEXT)
     assert after.verdict == "pass", after.text
-    assert marked_processes(mark) == expected_processes(pool())
+    assert only_expected_processes(mark, pool())
     return ran
 
 
@@ -34,7 +34,7 @@ def test_a_fault_has_its_verdict_and_the_next_test_runs(row: Row, mark: str) -> 
     assert ran.verdict == row.verdict, ran.text
     for part in row.says:
         assert part in ran.text
-    assert ran.seconds < row.seconds
+    assert ran.seconds < SOON
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_fault_of_unittest_has_its_verdict(
     ran = commit(Faults, method, mark)
     assert ran.verdict == verdict, ran.text
     assert part in ran.text
-    assert ran.seconds < 4.0
+    assert ran.seconds < SOON
 
 
 def test_each_traceback_is_shown_once_and_the_first_rank_first(mark: str) -> None:

@@ -14,9 +14,9 @@ from conformance.session import Session, Setting
 from conformance.stored import judge_stored
 from conformance.subject import Subject
 from conformance.verdicts import COMPLETED, Finding, Verdict
-from tests.testing.faults import ROWS, Row
+from tests.testing.faults import ROWS, SOON, Row
 from tests.testing.faulty import FAULTY_STEP, FaultyAdapter, look
-from tests.testing.running import expected_processes, marked_processes
+from tests.testing.running import marked_processes, only_expected_processes
 
 ADAPTER = f"{FaultyAdapter.__module__}:{FaultyAdapter.__name__}"
 CASE = Case.parse("mlp/eval_first/accumulation=1,optimizer=sgd")
@@ -31,15 +31,15 @@ TELLING = {
 
 
 @pytest.fixture(scope="module")
-def others(mark: str) -> set[int]:
+def others(mark: str) -> frozenset[int]:
     """Marked processes that live already."""
-    return marked_processes(mark)
+    return frozenset(marked_processes(mark))
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory, others: set[int]) -> Iterator[Session]:
+def session(tmp_path_factory: pytest.TempPathFactory, others: frozenset[int]) -> Iterator[Session]:
     directory = tmp_path_factory.mktemp("faults")
-    with Session(Setting(directory=directory, timeout=60.0)) as made:
+    with Session(Setting(directory=directory, timeout=120.0)) as made:
         yield made
 
 
@@ -51,20 +51,20 @@ def judged(session: Session, variant: str, timeout: float | None = None) -> dict
     return {finding.check: finding for finding in findings}
 
 
-@pytest.mark.usefixtures("_short_grace")
+@pytest.mark.usefixtures("_bounds")
 @pytest.mark.parametrize(
     "row",
     [r if r.name in TELLING else pytest.param(r, marks=pytest.mark.long) for r in ROWS],
     ids=lambda row: row.name,
 )
 def test_a_fault_has_its_verdict_and_the_next_job_runs(
-    row: Row, session: Session, mark: str, others: set[int]
+    row: Row, session: Session, mark: str, others: frozenset[int]
 ) -> None:
     found = judged(session, row.name, BOUND if row.bounded else None)
     completed = found[COMPLETED]
     assert (completed.verdict, completed.cause) == row.judged, completed.sentence
     assert row.tells in completed.sentence
-    assert completed.seconds < (BOUND + 4.0 if row.bounded else row.seconds)
+    assert completed.seconds < SOON
     if completed.verdict is Verdict.FAIL:
         assert completed.where["phase"] == f"step {FAULTY_STEP}"
     if completed.verdict is not Verdict.PASS:
@@ -73,7 +73,7 @@ def test_a_fault_has_its_verdict_and_the_next_job_runs(
     pool = session._pool(session.setting.world)
     after = pool.run(Job.of(look))
     assert after.verdict is RankVerdict.OK, after
-    assert marked_processes(mark) - others == expected_processes(pool)
+    assert only_expected_processes(mark, pool, others)
 
 
 def test_a_case_without_a_fault_passes_after_all_that(session: Session) -> None:

@@ -17,6 +17,8 @@ import pytest
 from tests.testing.running import run_one
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120.0
+"""Seconds after which something does not come about any more."""
 
 EXPECTATIONS = '''
 from conformance.testing import FSDPTest, run_tests
@@ -82,7 +84,7 @@ def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.Com
         env={**os.environ, "PYTEST_ADDOPTS": "", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
@@ -149,7 +151,7 @@ def test_no_rank_survives_its_controller(
         assert all(_alive(pid) for pids in ranks.values() for pid in pids)
         for number, (process, _) in controllers.items():
             process.send_signal(number)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE
         for number, (process, _) in controllers.items():
             process.wait(max(0.0, deadline - time.monotonic()))
             while living := [pid for pid in ranks[number] if _alive(pid)]:
@@ -158,10 +160,11 @@ def test_no_rank_survives_its_controller(
 
 
 def _ranks_of(path: Path) -> list[int]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        lines = path.read_text().splitlines() if path.exists() else []
-        if len(lines) == 2:
+        text = path.read_text() if path.exists() else ""
+        lines = text.splitlines()
+        if len(lines) == 2 and text.endswith("\n"):
             return [int(pid) for line in lines for pid in line.split()]
         time.sleep(0.1)
     pytest.fail("the ranks did not start")

@@ -1,0 +1,59 @@
+"""Where a command writes what it does not keep, and what is said when a disk has no room.
+
+Knows folders and errors. Must not import torch, nor know what is written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from conformance.errors import UsageError
+
+LEAST_ROOM = 2**16
+"""Bytes; a disk with less takes no history."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is removed afterwards.
+
+    Threads that judge cases may write into it until they end, which the end of this process waits
+    for; what they leave is removed then.
+
+    Raises:
+        UsageError: there is no place for it.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="fsdp-conformance-"))
+    except OSError as error:
+        raise UsageError(told(error, "nothing was run")) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after threads were waited for
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has no room to speak of; of one that tells nothing: no."""
+    disk = shutil.disk_usage(folder)
+    return disk.total > 0 and disk.free < LEAST_ROOM
+
+
+def no_room(path: Path | str, lost: str, why: str = os.strerror(errno.ENOSPC)) -> str:
+    """That a disk is full: the system's words and the place, what was lost by it, the remedy."""
+    return f"{why}: {path}; {lost}; make room, or name another folder by --out or TMPDIR"
+
+
+def told(error: OSError, lost: str, path: Path | str = "") -> str:
+    """An error of writing, as `no_room` says it; `path` is where, if the error does not know."""
+    why = error.strerror or str(error)
+    return no_room(error.filename or path or tempfile.tempdir or "temporary files", lost, why)
