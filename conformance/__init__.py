@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from conformance.adapter import (
-        CAPABILITIES,
         Adapter,
         BuildConfig,
         Conventions,
@@ -20,10 +19,11 @@ if TYPE_CHECKING:
         StepResult,
         Wrapped,
     )
+    from conformance.names import CAPABILITIES
     from conformance.parametrize import parametrize_with_checks
 
 _HOMES = {
-    "CAPABILITIES": "conformance.adapter",
+    "CAPABILITIES": "conformance.names",
     "Adapter": "conformance.adapter",
     "BuildConfig": "conformance.adapter",
     "Conventions": "conformance.adapter",

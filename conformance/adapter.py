@@ -24,33 +24,6 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 StateKind = Literal["full", "sharded", "local"]
 TravelDtype = Literal["parameter", "float64", "float32", "bfloat16", "float16"]
 
-CAPABILITIES: Mapping[str, str] = {
-    "gradients": "full gradients can be read between backward and the optimizer step",
-    "no_sync": "micro-batches before the last one do not reduce gradients",
-    "no_sync.dropped": "zero_grad drops gradients that wait unreduced, too",
-    "clip.p1": "clip_grad_norm with the 1-norm",
-    "clip.p2": "clip_grad_norm with the 2-norm",
-    "clip.pinf": "clip_grad_norm with the maximum norm",
-    "clip.gradients": "full gradients can be read between clipping and the optimizer step",
-    "two_forwards": "two forward passes before two backward passes",
-    "unused_parameters": "trains a model with parameters that take no part in forward",
-    "unused_parameters.varying": "parameters may take part in some micro-batches and steps only",
-    "optimizer.whole": "optimizers that need the norm of each whole parameter",
-    "shard.parameters": "each rank stores a part of the parameters",
-    "shard.optimizer": "each rank stores a part of the optimizer state",
-    "memory.reshard": "unsharded parameters are freed after backward and after evaluation",
-    "model_state.full": "full model state, saved and loaded",
-    "model_state.sharded": "sharded model state, saved and loaded",
-    "model_state.local": "local model state, saved and loaded",
-    "optim_state.full": "full optimizer state, saved and loaded",
-    "optim_state.sharded": "sharded optimizer state, saved and loaded",
-    "optim_state.local": "local optimizer state, saved and loaded",
-    "hooks.parameters": "hooks registered on parameters run for every backward",
-    "scaler": "trains with a gradient scaler",
-    "meta": "a model on the meta device is wrapped, and a full state loaded into it",
-    "save": "save to and load from a directory",
-}
-
 
 def state_claims(kind: str) -> tuple[str, ...]:
     """The capabilities that a case with ``kind=`` so is about: a directory, or a kind of states."""

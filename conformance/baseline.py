@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from conformance import models
 from conformance.adapter import (
-    CAPABILITIES,
     BuildConfig,
     Conventions,
     LossFn,
@@ -30,6 +29,7 @@ from conformance.adapter import (
     to_cpu,
 )
 from conformance.adapters.torch_ddp import DataParallelAdapter
+from conformance.names import CAPABILITIES
 from conformance.oracle import (
     InMemory,
     add,

@@ -15,6 +15,7 @@ class Cause(StrEnum):
     DIVIDED_TWICE = "divided-twice"
     SCALED = "scaled"
     LAST_MICRO_BATCH_ONLY = "last-micro-batch-only"
+    UNEQUAL_WEIGHTS = "unequal-weights"
     NOT_REDUCED = "not-reduced"
     STALE = "stale"
     OFF_BY_ONE_SHARD = "off-by-one-shard"
@@ -41,6 +42,7 @@ class Cause(StrEnum):
     WRONG_HYPERPARAMETER = "wrong-hyperparameter"
     LOCAL_NORM = "local-norm"
     COUNTED_TWICE = "counted-twice"
+    PADDING_COUNTED = "padding-counted"
     NOT_CLIPPED = "not-clipped"
     NOT_LOADED = "not-loaded"
     ALIASED = "aliased"
@@ -61,6 +63,7 @@ class Cause(StrEnum):
     CRASHED = "crashed"
     HUNG = "hung"
     DESYNCHRONISED = "desynchronised"
+    FOLLOWS = "follows"
     UNEXPLAINED = "unexplained"
 
 
@@ -69,6 +72,7 @@ MEANING: dict[Cause, str] = {
     Cause.DIVIDED_TWICE: "divided once too often",
     Cause.SCALED: "right direction, wrong factor",
     Cause.LAST_MICRO_BATCH_ONLY: "holds the last micro-batch only",
+    Cause.UNEQUAL_WEIGHTS: "ranks or micro-batches do not all weigh the same",
     Cause.NOT_REDUCED: "this rank's own value, not reduced",
     Cause.STALE: "the value of an earlier step",
     Cause.OFF_BY_ONE_SHARD: "rows shifted by one",
@@ -95,6 +99,7 @@ MEANING: dict[Cause, str] = {
     Cause.WRONG_HYPERPARAMETER: "wrong optimizer hyper-parameter",
     Cause.LOCAL_NORM: "the norm of one rank's part only",
     Cause.COUNTED_TWICE: "parts counted more than once",
+    Cause.PADDING_COUNTED: "elements of padding counted as if they were of a parameter",
     Cause.NOT_CLIPPED: "the norm is right but the gradients were not clipped",
     Cause.NOT_LOADED: "still the value from before the load",
     Cause.NOT_DROPPED: "gradients that were dropped are part of it",
@@ -115,5 +120,9 @@ MEANING: dict[Cause, str] = {
     Cause.CRASHED: "a rank died",
     Cause.HUNG: "a rank never came",
     Cause.DESYNCHRONISED: "the ranks entered different collectives",
+    Cause.FOLLOWS: "follows from what went wrong before it",
     Cause.UNEXPLAINED: "like no known defect",
 }
+
+DESCRIBES = frozenset({Cause.SCALED, Cause.LAST_ROWS, Cause.UNEXPLAINED})
+"""Causes that tell how a number looks, and of no defect that would have made it."""

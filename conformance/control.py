@@ -18,7 +18,8 @@ from conformance.checks import Check
 from conformance.item import Item
 from conformance.models import ModelCase
 from conformance.models import case as model_named
-from conformance.plan import Depth, Planned, plan
+from conformance.names import Depth
+from conformance.plan import Planned, plan
 from conformance.report.lines import Role
 from conformance.scenarios.sequence import SEQUENCE, needs_of
 from conformance.subject import Subject

@@ -36,9 +36,9 @@ STEPS_OF_A_SEED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Flavour:
-    """How one of the oracle's runs differs from the reference."""
+    """How one of the oracle's runs differs from the reference, which is in the model's dtype."""
 
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     reverse: bool = False
     nudge: bool = False
     suspects: bool = False
@@ -47,20 +47,34 @@ class Flavour:
 ORACLE_RUNS: Mapping[str, Flavour] = {
     "reference": Flavour(suspects=True),
     "double": Flavour(dtype=torch.float64),
+    "single": Flavour(dtype=torch.float32),
     "reversed": Flavour(reverse=True),
+    "nudged": Flavour(nudge=True),
 }
-LOW_RUNS: Mapping[str, Flavour] = {**ORACLE_RUNS, "nudged": Flavour(nudge=True)}
-"""Of a wrapper that computes in a low dtype."""
 
 
-def oracle_runs(conventions: Conventions, world: int) -> Mapping[str, Flavour]:
+def oracle_runs(
+    conventions: Conventions, world: int, *, dtype: torch.dtype = torch.float32
+) -> Mapping[str, Flavour]:
     """The runs of the oracle for an adapter with these conventions, in jobs of at most `world`.
 
     The sum of two is the same in either order: up to two ranks, the reversed run would be the
-    reference once more, bit for bit.
+    reference once more, bit for bit. What a model of `dtype` float64 rounds is seen in float32,
+    where it is larger; what a wrapper rounds that computes in a low dtype has a run of its own.
     """
-    runs = LOW_RUNS if Precision.of(conventions).lowers else ORACLE_RUNS
-    return {name: run for name, run in runs.items() if world > 2 or not run.reverse}
+    needed = {
+        "reference": True,
+        "double": dtype != torch.float64,
+        "single": dtype == torch.float64,
+        "reversed": world > 2,
+        "nudged": Precision.of(conventions).lowers,
+    }
+    return {name: run for name, run in ORACLE_RUNS.items() if needed[name]}
+
+
+def baseline_runs(*, dtype: torch.dtype = torch.float32) -> Mapping[str, Flavour]:
+    """The runs of the baseline wrapper, in any world."""
+    return oracle_runs(Conventions(), 3, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +205,14 @@ def program_of(scenario: Scenario, *, second: bool) -> Callable[[Run], None]:
 
 
 def run_oracle(context: RankContext, *, request: OracleRequest) -> None:
-    """Run one case unsharded: reference, float64, and what else `oracle_runs` says.
+    """Run one case unsharded: each of the runs that `oracle_runs` says.
 
     The runs are dealt to the ranks, which know nothing of each other: no collective. Of a case with
     two jobs, each run is both.
     """
-    runs = oracle_runs(request.conventions, max(request.world, request.second_world or 0))
+    model = models.case(Case.parse(request.case).model)
+    world = max(request.world, request.second_world or 0)
+    runs = oracle_runs(request.conventions, world, dtype=model.dtype)
     mine = list(runs.items())[context.rank :: context.world_size]
     with context.recorder.off():
         for name, flavour in mine:
@@ -233,7 +249,8 @@ def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
     """
     from conformance.baseline import Baseline
 
-    for name, flavour in ORACLE_RUNS.items():
+    model = models.case(Case.parse(request.case).model)
+    for name, flavour in baseline_runs(dtype=model.dtype).items():
         folder = Path(request.directory) / name
         adapter = Baseline(
             request.ranks,
@@ -260,7 +277,7 @@ def run_truth(  # noqa: PLR0913 - what a run is made of
 ) -> None:
     """Run one job of the case once as the flavour `name` says."""
     case = Case.parse(request.case)
-    flavour = LOW_RUNS[name]
+    flavour = ORACLE_RUNS[name]
     run = OracleRun(
         adapter=adapter,
         case=case,
@@ -287,9 +304,9 @@ def drawn_step(seed: int, step: int) -> int:
 
 
 def own_batches(
-    request: OracleRequest, rank: int, device: torch.device, dtype: torch.dtype
+    request: OracleRequest, rank: int, device: torch.device, dtype: torch.dtype | None
 ) -> Callable[[int, int], models.Batch]:
-    """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype`.
+    """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype` if given.
 
     A batch is drawn once, however often it is asked for.
     """
@@ -299,15 +316,16 @@ def own_batches(
     def drawn(step: int, micro: int) -> models.Batch:
         with torch.inference_mode(mode=False):  # else no later backward could use it
             batch = model.batch(rank, drawn_step(request.seed, step), micro)
-            return cast_floating(models.move(batch, device), dtype)
+            moved = models.move(batch, device)
+            return moved if dtype is None else cast_floating(moved, dtype)
 
     return drawn
 
 
 def virtual_batches(
-    request: OracleRequest, device: torch.device, dtype: torch.dtype
+    request: OracleRequest, device: torch.device, dtype: torch.dtype | None
 ) -> Callable[[int, int], PerRank]:
-    """(step, micro-batch) to every virtual rank's batch on `device`, floating parts in `dtype`."""
+    """(step, micro-batch) to every virtual rank's batch on `device`; `dtype` as above."""
     ranks = [own_batches(request, rank, device, dtype) for rank in range(request.ranks)]
     return lambda step, micro: PerRank(tuple(own(step, micro) for own in ranks))
 

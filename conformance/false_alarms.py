@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +30,10 @@ from conformance.globs import matches
 from conformance.item import Item
 from conformance.machine import CPU, default_jobs
 from conformance.matrix import Matrix
-from conformance.plan import Depth, plan, select_checks, select_models
+from conformance.names import Depth
+from conformance.plan import plan, select_checks, select_models
 from conformance.report.repeated import Done, line_of, page, recorded
+from conformance.room import temporary_folder, told
 from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.verdicts import (
@@ -165,8 +166,8 @@ def judged(runs: Sequence[Planned], *, jobs: int, until: float) -> Iterator[Done
     for (world, seed), group in groupby(runs, key=_together):
         if time.monotonic() >= until:
             return
-        with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as name:
-            setting = Setting(world=world, device=CPU, seed=seed, directory=Path(name))
+        with temporary_folder() as folder:
+            setting = Setting(world=world, device=CPU, seed=seed, directory=folder)
             count = jobs or default_jobs(world, CPU)
             with Session(setting, jobs=count) as session, ThreadPoolExecutor(count) as threads:
                 for run in group:
@@ -215,32 +216,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=0, help="cases at once")
     parser.add_argument("--minutes", type=float, default=60.0, help="no run begins after that")
     options = parser.parse_args(arguments)
+    until = time.monotonic() + 60.0 * options.minutes
     try:
         every = blocks(options.seeds, options.seeds_elsewhere)
         chosen = [b for b in every if not options.block or b.name in options.block]
         runs = planned_runs(chosen, options.adapter)
+        mine = _kept(runs, options.out, jobs=options.jobs, until=until)
+        text = page(mine, len(runs) - len(mine))
+        (options.out / PAGE).write_text(text, encoding="utf-8")
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / RECORD
-    done = recorded(path)
-    todo = [run for run in runs if run.key not in done]
-    with path.open("w", encoding="utf-8") as record:
-        record.writelines(line_of(run) for run in done.values())
-        until = time.monotonic() + 60.0 * options.minutes
-        for finished in judged(todo, jobs=options.jobs, until=until):
-            done[finished.key] = finished
-            record.write(line_of(finished))
-            record.flush()
-            _show(finished)
-    mine = [done[run.key] for run in runs if run.key in done]
-    text = page(mine, len(runs) - len(mine))
-    (options.out / PAGE).write_text(text, encoding="utf-8")
+    except OSError as error:
+        lost = f"{RECORD} has the runs so far, {PAGE} is not whole"
+        sys.stderr.write(f"{told(error, lost, options.out)}\n")
+        return EXIT_UNDECIDED
     sys.stdout.write(next(line for line in text.splitlines() if "runs, " in line) + "\n")
     if any(run.alarms for run in mine):
         return EXIT_BAD
     return EXIT_OK if len(mine) == len(runs) else EXIT_UNDECIDED
+
+
+def _kept(runs: Sequence[Planned], out: Path, *, jobs: int, until: float) -> list[Done]:
+    """What came of the runs, as far as there was time; each is on disk before the next begins."""
+    out.mkdir(parents=True, exist_ok=True)
+    path, staged = out / RECORD, out / f"{RECORD}.part"
+    done = recorded(path)
+    staged.write_text("".join(line_of(run) for run in done.values()), encoding="utf-8")
+    staged.replace(path)  # half a line of a run that was cut off is gone
+    todo = [run for run in runs if run.key not in done]
+    with path.open("a", encoding="utf-8") as record:
+        for finished in judged(todo, jobs=jobs, until=until):
+            record.write(line_of(finished))
+            record.flush()
+            done[finished.key] = finished
+            _show(finished)
+    return [done[run.key] for run in runs if run.key in done]
 
 
 def _show(run: Done) -> None:

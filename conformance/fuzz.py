@@ -17,15 +17,15 @@ from hypothesis.strategies import SearchStrategy
 
 from conformance.causes import Cause
 from conformance.drawing import Example
-from conformance.verdicts import BAD, Finding
+from conformance.verdicts import BAD, COMPLETED, Finding, Verdict
 
 Judge = Callable[[Example], Sequence[Finding]]
 _PARTICULAR = re.compile(r"'[^']*'|\[[^\]]*\]|\d+(\.\d+)?(e-?\d+)?")
 TELLING = 80
 """Characters of an exception's sentence that say which exception it is."""
-ROUND = 100
+ROUND = 20
 """Examples that Hypothesis is asked for at a time, however many are wanted: what it draws depends
-on how many it may."""
+on how many it may. The first tenth are small ones, of which a short search should not consist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,11 @@ def kind_of(finding: Finding) -> tuple[str, ...]:
     return (finding.check, _PARTICULAR.sub("#", finding.sentence)[:TELLING])
 
 
+def is_refusal(finding: Finding) -> bool:
+    """Whether it says that the example was refused, so that nothing of it was judged."""
+    return finding.check == COMPLETED and finding.verdict is Verdict.UNSUPPORTED
+
+
 @dataclass(kw_only=True)
 class Search:
     """A search by number of examples; a longer one begins with those of a shorter one.
@@ -64,6 +69,7 @@ class Search:
         examples: how many to judge, those of shrinking not counted.
         seed: of the drawing.
         tried: how many were judged so far.
+        refused: of how many of these the wrapper refused to build.
     """
 
     judge: Judge
@@ -71,6 +77,7 @@ class Search:
     examples: int
     seed: int = 0
     tried: int = 0
+    refused: int = 0
 
     def deviations(self) -> Iterator[Deviation]:
         """Every kind of deviation that is met, each as small as it gets."""
@@ -90,11 +97,13 @@ class Search:
         met: list[tuple[Example, Finding]] = []
 
         def one(example: Example) -> None:
-            if not met:
-                if self.tried == self.examples:
-                    raise SkipTest("as many examples as were asked for")
-                self.tried += 1
-            found = [f for f in self.judge(example) if f.verdict in BAD]
+            first = not met
+            if first and self.tried == self.examples:
+                raise SkipTest("as many examples as were asked for")
+            said = self.judge(example)
+            self.tried += first
+            self.refused += first and any(map(is_refusal, said))
+            found = [f for f in said if f.verdict in BAD]
             # what fails later in the same example is a consequence as likely as not
             if not found or kind_of(found[0]) in known:
                 return

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
-
-from conformance.checks import CHECKS, PROFILES
+from conformance.checks import CHECKS
 from conformance.expectations import Expectations
 from conformance.machine import hardware
 from conformance.mutants import MUTANTS
+from conformance.names import PROFILES
 from conformance.releases import definition_hash, digest, header_row
 from conformance.report.lines import Role
 from conformance.session import Setting
+from conformance.versions import versions
 from conformance.work import Selection, Work
 
 
@@ -56,20 +53,6 @@ def header(
         "kill_matrix": kill_matrix_hash(),
         "cases": sum(item.role is Role.JUDGED for item in work.items),
         "expectations": expectations.as_json(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of the suite, of torch and of Python."""
-    try:
-        own = version("fsdp-conformance")
-    except PackageNotFoundError:
-        own = "not installed"
-    return {
-        "fsdp-conformance": own,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "implementation": sys.implementation.name,
     }
 
 

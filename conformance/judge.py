@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance.adapter import REFUSALS
-from conformance.causes import Cause
+from conformance.causes import DESCRIBES, MEANING, Cause
 from conformance.checks import CHECKS, Check, Evidence, Ledger
 from conformance.checks.evidence import blocked_by, raised
 from conformance.frames import first_line, user_part
 from conformance.history import NotObserved
 from conformance.ranks import RankVerdict
-from conformance.verdicts import REFUSED, Verdict
+from conformance.verdicts import COMPLETED, REFUSED, Verdict
+
+OF_BYTES = frozenset({"sharding", "memory", "communication"})
+"""Profiles of what is stored and sent; nothing that is computed later is wrong because of it."""
 
 LOSS_MUST_MOVE = 1e-3
 """A loss that moves by less than this fraction over a scenario proves nothing."""
@@ -66,18 +69,45 @@ class Judgement:
 
 
 def judge(evidence: Evidence, ran: Ran, checks: Iterable[Check]) -> list[Judgement]:
-    """Every given check's judgement, in the order in which things went wrong in time."""
+    """Every given check's judgement, in the order in which things went wrong in time.
+
+    That a rank died comes before all else. A finding says which one came first.
+    """
     judged = [with_remarks(judge_completion(evidence, ran), evidence)]
     judged += [
         judge_check(check, evidence, ran)
         for check in checks
-        if check.judge is not None
-        and evidence.case.scenario in check.scenarios
-        and check.applies(evidence.case, evidence.model)
+        if check.judge is not None and check.judges(evidence.case, evidence.model)
     ]
     order = {check: index for index, check in enumerate(CHECKS)}
     late = (10**9, 0)
-    return sorted(judged, key=lambda j: (j.moment or late, order[j.check]))
+    judged.sort(key=lambda j: (j.verdict is not Verdict.CRASH, j.moment or late, order[j.check]))
+    return in_view_of_the_first(judged)
+
+
+def in_view_of_the_first(judged: Sequence[Judgement]) -> list[Judgement]:
+    """`judged`, in order of time; findings after the first wrong value name it.
+
+    A wrong value spreads into all that is computed from it. What tells only how a later one looks
+    is said to follow from it; a later one with a cause of its own keeps that.
+    """
+    values = (j for j in judged if CHECKS[j.check].profile not in OF_BYTES)
+    first = next((j for j in values if j.verdict is Verdict.FAIL), None)
+    if first is None:
+        return [*judged]
+    upto = judged.index(first) + 1
+    return [*judged[:upto], *(_after(first, one) for one in judged[upto:])]
+
+
+def _after(first: Judgement, one: Judgement) -> Judgement:
+    if one.verdict is not Verdict.FAIL or one.cause in (None, Cause.EXCEPTION):
+        return one
+    where = {**one.where, "first": first.check}
+    if one.cause in DESCRIBES and CHECKS[one.check].profile not in OF_BYTES:
+        told, _, note = one.sentence.partition(f": {MEANING[one.cause]}")
+        sentence = f"{told}: follows from what {first.check} found{note}"
+        return replace(one, cause=Cause.FOLLOWS, sentence=sentence, where=where)
+    return replace(one, sentence=f"{one.sentence} (after {first.check})", where=where)
 
 
 def with_remarks(completion: Judgement, evidence: Evidence) -> Judgement:
@@ -92,27 +122,27 @@ def with_remarks(completion: Judgement, evidence: Evidence) -> Judgement:
 def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:
     """``run.completed``: every rank ran the scenario to its end and reported."""
     if ran.no_room:
-        return Judgement(check="run.completed", verdict=Verdict.ERROR, sentence=ran.sentence)
+        return Judgement(check=COMPLETED, verdict=Verdict.ERROR, sentence=ran.sentence)
     if ran.verdict in _RAN_BADLY:
         verdict, cause = _RAN_BADLY[ran.verdict]
         return Judgement(
-            check="run.completed",
+            check=COMPLETED,
             verdict=verdict,
             cause=cause,
-            sentence=ran.sentence,
-            moment=(_last_phase(evidence), 0),
+            sentence=_exited(evidence) + ran.sentence,
+            moment=(broken_off(evidence), 0),
         )
     if ran.verdict is RankVerdict.OK:
-        return Judgement(check="run.completed", verdict=Verdict.PASS)
+        return Judgement(check=COMPLETED, verdict=Verdict.PASS)
     refused = refusal(evidence, ran)
     if refused is not None:
-        return Judgement(check="run.completed", verdict=Verdict.UNSUPPORTED, sentence=refused)
+        return Judgement(check=COMPLETED, verdict=Verdict.UNSUPPORTED, sentence=refused)
     failed = evidence.history.failed_phase()
     if failed is None:
-        return Judgement(check="run.completed", verdict=Verdict.ERROR, sentence=ran.sentence)
+        return Judgement(check=COMPLETED, verdict=Verdict.ERROR, sentence=ran.sentence)
     rank, phase = failed
     return Judgement(
-        check="run.completed",
+        check=COMPLETED,
         verdict=Verdict.FAIL,
         cause=Cause.EXCEPTION,
         sentence=raised(rank, phase),
@@ -139,7 +169,7 @@ def refusal(evidence: Evidence, ran: Ran) -> str | None:
 def all_unsupported(checks: Iterable[Check], reason: str) -> list[Judgement]:
     """What is said of a case that cannot be run here."""
     unsupported = Verdict.UNSUPPORTED
-    ids = ["run.completed", *(check.id for check in checks if check.judge is not None)]
+    ids = [COMPLETED, *(check.id for check in checks if check.judge is not None)]
     return [Judgement(check=id, verdict=unsupported, sentence=reason) for id in ids]
 
 
@@ -168,6 +198,8 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
     except NotObserved as gap:
         missing = gap
     first = ledger.first()
+    if first is not None and ran.verdict in _RAN_BADLY and first.moment[0] >= broken_off(evidence):
+        return _cut_off(check, evidence, ran)  # what ranks see whose peers are gone
     if first is not None:
         return Judgement(
             check=check.id,
@@ -183,11 +215,15 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
         return _without_observation(check, evidence, ran, missing)
     if not ledger.comparisons and ran.verdict is not RankVerdict.OK:
         return _cut_off(check, evidence, ran)
+    if not ledger.comparisons and ledger.powerless:
+        return Judgement(check=check.id, verdict=Verdict.NO_POWER, sentence=ledger.powerless)
     if not ledger.comparisons:
         return Judgement(
             check=check.id, verdict=Verdict.VACUOUS, sentence="nothing was there to compare"
         )
     vacuous = below_the_floor(evidence)
+    if vacuous and ran.verdict in _RAN_BADLY:
+        return _cut_off(check, evidence, ran)  # a record may be lost with its rank
     return Judgement(
         check=check.id,
         verdict=Verdict.VACUOUS if vacuous else Verdict.PASS,
@@ -201,7 +237,7 @@ def _without_observation(
     check: Check, evidence: Evidence, ran: Ran, missing: NotObserved
 ) -> Judgement:
     own, sentence = blocked_by(evidence, missing)
-    if own and not ran.no_room:
+    if own and not ran.no_room and ran.verdict not in _RAN_BADLY:
         return Judgement(
             check=check.id,
             verdict=Verdict.FAIL,
@@ -223,7 +259,7 @@ def _without_observation(
 
 def _cut_off(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
     """What is said of a check that has seen nothing of a run that ended early."""
-    failed = evidence.history.failed_phase()
+    failed = None if ran.verdict in _RAN_BADLY else evidence.history.failed_phase()
     reason = first_line(ran.sentence) if failed is None else raised(*failed)
     return Judgement(check=check.id, verdict=Verdict.BLOCKED, sentence=reason)
 
@@ -241,6 +277,22 @@ def below_the_floor(evidence: Evidence) -> str:
             if not any(record.get("judged", True) for record in history.collectives):
                 return f"rank {history.rank} issued no collective"
     return ""
+
+
+def broken_off(evidence: Evidence) -> int:
+    """The phase in which the first rank did not go on, by death, by waiting or by an exception."""
+    ends = (
+        next((p.ordinal for p in h.phases if not p.ended or p.error is not None), None)
+        for h in evidence.history.ranks
+    )
+    return min((end for end in ends if end is not None), default=_last_phase(evidence))
+
+
+def _exited(evidence: Evidence) -> str:
+    """Who called ``sys.exit`` where, if that is how a rank died; empty otherwise."""
+    failed = evidence.history.failed_phase()
+    exited = failed is not None and (failed[1].error or "").startswith(SystemExit.__name__)
+    return f"{raised(*failed)}; " if failed is not None and exited else ""
 
 
 def _last_phase(evidence: Evidence) -> int:

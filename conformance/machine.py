@@ -1,45 +1,39 @@
 """What this machine offers: accelerators, cores; and whether a run fits on it.
 
-Knows torch's view of devices. Starts nothing and touches no device.
+Knows torch's view of devices, and imports torch when it is asked for that. Starts nothing and
+touches no device.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from conformance.errors import UsageError, unknown
 
 CPU = "cpu"
 AUTO = "auto"
 MOST_JOBS = 16
-LEAST_ROOM = 2**16
-"""Bytes; a disk with less takes no history."""
 LEAST_OF_A_RANK = 16
 """MiB of its own that any rank takes: 19 were measured after one all-reduce, on one to 24 ranks."""
 
 
 def accelerator() -> tuple[str, int]:
     """Type and number of the accelerators; ``("cpu", 0)`` without any."""
+    import torch
+
     if not torch.accelerator.is_available():
         return CPU, 0
     current = torch.accelerator.current_accelerator()
     return (CPU, 0) if current is None else (current.type, torch.accelerator.device_count())
 
 
-def device_for(asked: str, world: int) -> str:
-    """The device type that a run with `world` ranks uses.
-
-    ``auto`` is the accelerator if there is one for every rank, else the CPU.
+def check_world(world: int) -> None:
+    """Refuse a number of ranks that no machine, or not this one, could start.
 
     Raises:
-        UsageError: a world below 1 or beyond what memory holds, no such device type, or fewer
-            accelerators than ranks.
+        UsageError: below 1, or beyond what memory holds.
     """
     if world < 1:
         raise UsageError(f"--world {world}: a run needs at least 1 rank")
@@ -49,12 +43,27 @@ def device_for(asked: str, world: int) -> str:
             f"--world {world}: a rank takes at least {LEAST_OF_A_RANK} MiB, of which this machine"
             f" has {memory()}: no more than {most} ranks"
         )
+
+
+def device_for(asked: str, world: int) -> str:
+    """The device type that a run with `world` ranks uses.
+
+    ``auto`` is the accelerator if there is one for every rank, else the CPU.
+
+    Raises:
+        UsageError: a world that does not fit, no such device type, or fewer accelerators than
+            ranks.
+    """
+    check_world(world)
+    if asked == CPU:
+        return CPU
     kind, count = accelerator()
     if asked == AUTO:
         return kind if count >= world else CPU
-    if asked not in (CPU, kind):
-        raise unknown("device", asked, {AUTO, CPU, kind})
-    if asked != CPU and world > count:
+    if asked != kind:
+        none = "" if count else "; torch sees no accelerator here"
+        raise UsageError(f"{unknown('device', asked, {AUTO, CPU, kind})}{none}")
+    if world > count:
         raise UsageError(
             f"--world {world}: {count} {kind} {'device' if count == 1 else 'devices'} here;"
             f" use --world {count} or --device {CPU}"
@@ -88,12 +97,6 @@ def cores() -> int:
 def memory() -> int:
     """MiB of memory of this machine, in use or not."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
-
-
-def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder has no room to speak of; of one that tells nothing: no."""
-    disk = shutil.disk_usage(folder)
-    return disk.total > 0 and disk.free < LEAST_ROOM
 
 
 def default_jobs(world: int, device: str) -> int:

@@ -21,6 +21,7 @@ from conformance.item import Item
 from conformance.power import without_power
 from conformance.probes import claim_finding
 from conformance.report.lines import Reported, Role
+from conformance.room import NO_ROOM, told
 from conformance.session import OracleFailed
 from conformance.stored import judge_stored
 from conformance.verdicts import COMPLETED, Finding, Verdict
@@ -118,7 +119,7 @@ class Matrix:
         except OracleFailed as error:
             return [self._fault(item, str(error))]
         except Exception as error:
-            return [self._fault(item, f"{type(error).__name__}: {error}", traceback.format_exc())]
+            return [self._fault(item, _said_by(error), traceback.format_exc())]
         checks = item.planned.checks
         try:
             return judge_stored(directory, self.root, checks)
@@ -161,3 +162,10 @@ class Matrix:
             sentence=first,
             where={"traceback": detail} if detail else {},
         )
+
+
+def _said_by(error: Exception) -> str:
+    """One line; that the system had no room for a file stands with the remedy."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename:
+        return told(error, "the case was not run to its end")
+    return f"{type(error).__name__}: {error}"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from conformance import models
 from conformance.adapter import (
-    CAPABILITIES,
     Adapter,
     BuildConfig,
     Conventions,
@@ -32,6 +31,7 @@ from conformance.adapter import (
     named_parameters,
     to_cpu,
 )
+from conformance.names import CAPABILITIES
 from conformance.oracle_precision import Precision, in_full, nudged
 from conformance.per_rank import PerRank
 

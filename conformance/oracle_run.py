@@ -123,6 +123,7 @@ class OracleRun(Run):
         """Reduced gradients, and each rank's own."""
         if self._big is not None:
             self.writer.write("gradients_big_batch", self._big, step=step)
+            self._big = None  # a step of another kind has none
         super().observe_gradients(seen, step)
         if isinstance(seen, OracleWatch):
             self.writer.write("gradients_of_rank", seen.of_rank, step=step)

@@ -12,7 +12,7 @@ shared by all workers of ``pytest -n``; each test judges it and turns the verdic
 | verdict | outcome |
 |---|---|
 | PASS | passed |
-| FAIL, DESYNC, HANG, CRASH, XPASS | failed, with the sentence and the line that repeats it |
+| FAIL, DESYNC, HANG, CRASH, XPASS | failed; says what the case does, and the line that repeats it |
 | ERROR, VACUOUS | failed: nothing was proven, and nobody would look at a skip |
 | XFAIL | xfailed, with the reason of the expectation |
 | UNSUPPORTED, NO_POWER | skipped: not claimed, or it needs more ranks |
@@ -38,7 +38,10 @@ from conformance.expectations import Expectations, read_expectations
 from conformance.item import Item
 from conformance.machine import AUTO, device_for
 from conformance.matrix import Matrix
+from conformance.names import depth_named
 from conformance.report.lines import Reported, Role
+from conformance.report.text import about_text
+from conformance.report.words import indented
 from conformance.session import Session, Setting
 from conformance.verdicts import COMPLETED, Verdict, finding_id
 from conformance.work import Selection, work_of
@@ -103,6 +106,8 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
     profiles: str | Sequence[str] = (),
     checks: str | Sequence[str] = (),
     models: str | Sequence[str] = (),
+    cases: str | Sequence[str] = (),
+    depth: str | None = None,
     expect: Path | str | None = None,
     seed: int = 0,
     timeout: float = 60.0,
@@ -118,6 +123,9 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
         profiles: names of profiles, or one name; empty takes all.
         checks: patterns over checks, or one; empty takes all.
         models: patterns over models, or one; empty takes all.
+        cases: patterns over cases, such as ``*/train/*``, or one; empty takes all.
+        depth: narrow, wide or full; ``None`` takes the first variant, or what `variant` names, wide
+            and the others narrow.
         expect: a file of expected findings.
         seed: of every random number.
         timeout: seconds after which one case is ended.
@@ -131,6 +139,8 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
         profiles=_several(profiles),
         checks=_several(checks),
         models=_several(models),
+        cases=_several(cases),
+        depth=None if depth is None else depth_named(depth),
     )
     place = Place(world=world, device=device_for(device, world), seed=seed, timeout=timeout)
     expectations = Expectations() if expect is None else read_expectations(Path(expect))
@@ -182,11 +192,11 @@ def settle(reported: Reported, expectations: Expectations) -> None:
         pytest.xfail(f"{reason} ({finding.sentence})")
     if finding.verdict in SKIPPED:
         pytest.skip(f"{finding.verdict}: {finding.sentence}")
-    lines = [f"{finding.verdict}  {finding.id}", finding.sentence]
-    lines += [f"cause: {finding.cause}"] if finding.cause else []
-    lines += [f"expected to fail: {reason}"] if reason else []
-    lines += [finding.repro] if finding.repro else []
-    pytest.fail("\n  ".join(lines), pytrace=False)
+    lines = [f"{finding.verdict}  {finding.id}", *indented(finding.sentence, 6)]
+    lines += about_text(finding)
+    lines += indented(f"expected to fail: {reason}", 6) if reason else []
+    lines += [f"      {finding.repro}"] if finding.repro else []
+    pytest.fail("\n".join(lines), pytrace=False)
 
 
 class Histories:

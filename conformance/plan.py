@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import product
 
 from conformance import models
-from conformance.adapter import CAPABILITIES, state_claims
+from conformance.adapter import state_claims
 from conformance.case import Case
 from conformance.checks import CHECKS, Check
 from conformance.checks.registry import TRAINING
 from conformance.errors import unknown
 from conformance.globs import matches
+from conformance.names import CAPABILITIES, Depth
 from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from conformance.releases import ids_of
 from conformance.scenarios import SCENARIOS
@@ -55,30 +55,6 @@ OWN_OPTIONS: Mapping[str, Mapping[str, object]] = {
 
 RECUT: Mapping[str, str] = {"uneven": "double", "buffers": "half"}
 """Traits of models of which another number of ranks, this one, cuts or keeps something else."""
-
-
-class Depth(Enum):
-    """How many cases each model but the plain one takes.
-
-    NARROW: one training and one checkpoint. WIDE: each value of each option once. FULL: all
-    combinations of options.
-    """
-
-    NARROW = "narrow"
-    WIDE = "wide"
-    FULL = "full"
-
-
-def depth_named(name: str) -> Depth:
-    """The depth called `name`.
-
-    Raises:
-        UsageError: there is none.
-    """
-    try:
-        return Depth(name)
-    except ValueError:
-        raise unknown("depth", name, [depth.value for depth in Depth]) from None
 
 
 TRAININGS: Mapping[Depth, tuple[tuple[str, int], ...]] = {
@@ -177,9 +153,7 @@ def every_case() -> dict[str, Depth]:
 
 def judges(case: Case, model: models.ModelCase, checks: Sequence[Check]) -> tuple[Check, ...]:
     """Those of `checks` that say something about `case`."""
-    return tuple(
-        check for check in checks if case.scenario in check.scenarios and check.applies(case, model)
-    )
+    return tuple(check for check in checks if check.judges(case, model))
 
 
 def plan_probes(

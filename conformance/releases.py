@@ -3,7 +3,8 @@
 A release is never edited; a test holds its definitions. What a profile is today may be ahead of
 it. `python -m conformance.releases 1.1` writes the profiles as they are as another release.
 
-Knows the register of checks and the file beside it. Runs nothing.
+Knows the file of releases, and the register of checks, which is imported when it is asked for: that
+a release has a profile can be said without. Runs nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from conformance.checks import CHECKS, PROFILES, Check
 from conformance.errors import UsageError, unknown
+from conformance.names import PROFILES
+
+if TYPE_CHECKING:
+    from conformance.checks import Check
 
 FILE = Path(__file__).resolve().parent / "checks" / "releases.toml"
 _VERSION = re.compile(r"\d+\.\d+")
@@ -66,6 +71,8 @@ def releases() -> Mapping[str, Mapping[str, Released]]:
 
 def today(profile: str) -> list[Check]:
     """The checks of a profile as they are now, in the order of registration."""
+    from conformance.checks import CHECKS
+
     return [check for check in CHECKS.values() if check.profile == profile]
 
 
@@ -80,25 +87,33 @@ def release_of(profile: str) -> str | None:
     return found[-1] if found else None
 
 
+def profile_named(given: str) -> tuple[str, Released | None]:
+    """A profile, given as ``core`` or, as it was released, as ``core@1.0``; None is that of today.
+
+    Raises:
+        UsageError: an unknown profile or release.
+    """
+    name, at, version = given.partition("@")
+    if name not in PROFILES:
+        raise unknown("profile", name, PROFILES)
+    if not at:
+        return name, None
+    if version not in releases():
+        raise unknown("release of checks", version, releases())
+    if name not in releases()[version]:
+        raise UsageError(f"release {version} has no profile {name!r}; it is younger")
+    return name, releases()[version][name]
+
+
 def ids_of(profiles: Collection[str]) -> set[str]:
-    """The checks of profiles, each as ``core`` or, as it was released, as ``core@1.0``.
+    """The checks of profiles, each named as for `profile_named`.
 
     Raises:
         UsageError: an unknown profile or release.
     """
     found: set[str] = set()
-    for given in profiles:
-        name, at, version = given.partition("@")
-        if name not in PROFILES:
-            raise unknown("profile", name, PROFILES)
-        if not at:
-            found.update(check.id for check in today(name))
-        elif version not in releases():
-            raise unknown("release of checks", version, releases())
-        elif name not in releases()[version]:
-            raise UsageError(f"release {version} has no profile {name!r}; it is younger")
-        else:
-            found.update(releases()[version][name].checks)
+    for name, released in map(profile_named, profiles):
+        found.update(released.checks if released else (check.id for check in today(name)))
     return found
 
 

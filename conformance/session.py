@@ -5,20 +5,18 @@ Knows processes and folders; what the numbers mean is `conformance.judge`'s busi
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
 
-from conformance import models
+from conformance import execute, models
 from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.checks import Check
@@ -26,43 +24,19 @@ from conformance.checks.registry import TRAINING
 from conformance.execute import (
     CaseRequest,
     OracleRequest,
-    run_baseline,
     run_case,
-    run_oracle,
 )
 from conformance.judge import Ran
-from conformance.machine import is_full
+from conformance.names import BASELINES
 from conformance.oracle_precision import LOWERED, Precision
 from conformance.preload import PRELOAD
 from conformance.ranks import Job, Outcome, RankPool, RankVerdict
 from conformance.ranks.leases import leases_of
+from conformance.room import is_full, no_room
 from conformance.scenarios.resume import second_world
 from conformance.stored import Stored, judge_stored
 from conformance.subject import Subject
 from conformance.verdicts import Finding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """What says what is right.
-
-    Attributes:
-        program: job that writes its histories of a case.
-        cannot: scenarios that it is itself wrong in.
-        job_by_job: whether it needs the ranks of each job of a case; else one job does them all.
-    """
-
-    program: Callable[..., None]
-    cannot: frozenset[str] = frozenset()
-    job_by_job: bool = False
-
-
-BASELINES: Mapping[str, Baseline] = {
-    "oracle": Baseline(program=run_oracle),
-    # docs/findings/ddp-two-forwards.md
-    "ddp": Baseline(program=run_baseline, cannot=frozenset({"two_forwards"}), job_by_job=True),
-}
-"""By name: all ranks in one process, or DDP on the ranks of the run for what one cannot train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +246,7 @@ class Session:
         setting = self.setting
         baseline = BASELINES[setting.baseline]
         for one in request.jobs() if baseline.job_by_job else (request,):
-            job = Job.of(baseline.program, request=one)
+            job = Job.of(getattr(execute, baseline.program), request=one)
             outcome = self._pool(one.ranks).run(job, timeout=setting.timeout)
             if outcome.verdict is not RankVerdict.OK:
                 detail = next((r.traceback for r in outcome.reports if r and r.traceback), "")
@@ -310,7 +284,7 @@ def ran(outcome: Outcome, folder: Path) -> Ran:
     sentence = outcome.sentence
     if outcome.verdict not in (RankVerdict.OK, RankVerdict.SKIP):
         full = [str(f) for f in (folder, Path(tempfile.gettempdir())) if is_full(f)]
-        sentence += f"; {os.strerror(errno.ENOSPC)}: {full[0]}" if full else ""
+        sentence += f"; {no_room(full[0], 'what the ranks recorded is partial')}" if full else ""
     return Ran(
         verdict=outcome.verdict,
         sentence=sentence,

@@ -16,7 +16,7 @@ from conformance import models
 from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.checks import Check, Evidence
-from conformance.execute import ORACLE_RUNS, of_job, oracle_runs
+from conformance.execute import baseline_runs, of_job, oracle_runs
 from conformance.history import History
 from conformance.judge import Judgement, Ran, all_unsupported, judge
 from conformance.ranks import RankVerdict
@@ -70,9 +70,11 @@ class Stored:
     @property
     def truths(self) -> tuple[str, ...]:
         """Names of the runs of what says what is right."""
+        dtype = models.case(Case.parse(self.case).model).dtype
         if self.baseline != "oracle":
-            return tuple(ORACLE_RUNS)
-        return tuple(oracle_runs(self.conventions, max(self.world, self.second_world or 0)))
+            return tuple(baseline_runs(dtype=dtype))
+        world = max(self.world, self.second_world or 0)
+        return tuple(oracle_runs(self.conventions, world, dtype=dtype))
 
     def write(self, directory: Path) -> None:
         """Write ``case.json``; it comes last, so a folder that has it is complete."""
@@ -104,8 +106,9 @@ def judge_stored(directory: Path, root: Path, checks: Iterable[Check]) -> list[F
     case = Case.parse(stored.case)
     model = models.case(case.model)
     if stored.unsupported:
-        judging = (c for c in checks if case.scenario in c.scenarios and c.applies(case, model))
-        judged = all_unsupported(judging, stored.unsupported)
+        judged = all_unsupported(
+            (check for check in checks if check.judges(case, model)), stored.unsupported
+        )
         return [_finding(stored, judgement) for judgement in judged]
     first = history = History.read(directory, stored.world)
     if stored.second_ran and stored.second_world is not None:

@@ -18,9 +18,9 @@ from conformance.errors import UsageError, unknown
 from conformance.globs import matches
 from conformance.item import Item
 from conformance.models import case as model_named
+from conformance.names import Depth
 from conformance.near import near_matches, offer
 from conformance.plan import (
-    Depth,
     Planned,
     about_claim,
     every_case,

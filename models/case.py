@@ -43,12 +43,13 @@ class ModelCase:
         name: the name under which the registry lists the case.
         why: one sentence: which class of defects the case exposes.
         traits: keys of `TRAITS` that hold for the case.
-        build: returns the module on the CPU, float32, in training mode, with the same weights at
-            every call and on every rank; the global random state is left as it was.
+        build: returns the module on the CPU, in training mode, with the same weights at every call
+            and on every rank; the global random state is left as it was.
         batch: (rank, step, micro) to one CPU micro-batch; distinct arguments give distinct data,
             all micro-batches have the same size.
         loss: (module, batch) to the mean loss, shape (); calls `module(...)` exactly once.
         units: module classes that become parameter groups of their own; the root always is one.
+        dtype: of floating parameters, buffers and inputs.
         concatenate: whether one batch made with `concatenate` gives the mean of its micro-batches'
             gradients.
 
@@ -63,6 +64,7 @@ class ModelCase:
     batch: Callable[[int, int, int], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
     units: tuple[type[nn.Module], ...]
+    dtype: torch.dtype = torch.float32
     concatenate: bool = True
 
     @property

@@ -2,8 +2,8 @@
 
 ``drawn:6.(7b.5n).(5.(5s)r)f.3`` reads: six features in; a unit of a layer of 7 with bias and one of
 5 with a normalisation; a frozen unit, called twice, of a layer of 5 and a unit of its own; a head
-of 3. Sizes are numbers of features, and letters after a layer or a unit add to it:
-``LAYER_LETTERS``, ``UNIT_LETTERS``.
+of 3. Sizes are numbers of features, and letters after the first one, a layer or a unit add to it:
+``MODEL_LETTERS``, ``LAYER_LETTERS``, ``UNIT_LETTERS``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from .case import Batch, ModelCase
+from .case import Batch, ModelCase, map_tensors
 from .seeding import drawing as drawing_of
 from .seeding import regression, seeded, squared_error
 
 PREFIX = "drawn:"
+MODEL_LETTERS: Mapping[str, str] = {"d": "weights, buffers and inputs are float64"}
 LAYER_LETTERS: Mapping[str, str] = {
     "b": "a bias",
     "n": "a layer normalisation behind it",
@@ -77,13 +78,20 @@ class Drawing:
     Attributes:
         inputs: features of its argument.
         items: what it consists of; the last one is a layer.
+        letters: what is special about the whole.
     """
 
     inputs: int
     items: tuple[Layer | Unit, ...] = field(default=())
+    letters: str = ""
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.inputs}.{_text(self.items)}"
+        return f"{PREFIX}{self.inputs}{self.letters}.{_text(self.items)}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of floating parameters, buffers and inputs."""
+        return torch.float64 if "d" in self.letters else torch.float32
 
 
 def _text(items: tuple[Layer | Unit, ...]) -> str:
@@ -125,22 +133,33 @@ def _read(name: str) -> Drawing | None:
     whole = open_units.pop()
     if open_units or not whole or not isinstance(whole[0], Layer):
         return None
-    return Drawing(inputs=whole[0].size, items=tuple(whole[1:]))
+    return Drawing(inputs=whole[0].size, items=tuple(whole[1:]), letters=whole[0].letters)
 
 
 def _problem(drawing: Drawing) -> str:
     """Why a drawing cannot be built; empty if it can."""
     if not drawing.items or not isinstance(drawing.items[-1], Layer):
         return "the last item must be a layer, whose result is compared with the targets"
-    return next(_problems((Layer(size=drawing.inputs), *drawing.items), drawing.inputs), "")
+    whole = f"{drawing.inputs}{drawing.letters}"
+    problem = _wrong_letters(drawing.letters, MODEL_LETTERS, whole)
+    return problem or next(
+        _problems((Layer(size=drawing.inputs), *drawing.items), drawing.inputs), ""
+    )
+
+
+def _wrong_letters(letters: str, known: Mapping[str, str], of: str) -> str:
+    if len(set(letters) & set(known)) == len(letters):
+        return ""
+    return f"letters {letters!r} of {of}: each of {''.join(known)!r} at most once"
 
 
 def _problems(items: Sequence[Layer | Unit], size: int) -> Iterator[str]:
     for item in items:
         taken, size = size, size_of([item], size)
         known = LAYER_LETTERS if isinstance(item, Layer) else UNIT_LETTERS
-        if len(set(item.letters) & set(known)) < len(item.letters):
-            yield f"letters {item.letters!r} of {item}: each of {''.join(known)!r} at most once"
+        wrong = _wrong_letters(item.letters, known, str(item))
+        if wrong:
+            yield wrong
         if size < 1:
             yield "a size must be at least 1"
         if isinstance(item, Unit):
@@ -256,14 +275,15 @@ def size_of(items: Sequence[Layer | Unit], inputs: int) -> int:
 def build(drawing: Drawing) -> nn.Module:
     """Make the model with its own weights."""
     with seeded(str(drawing)):
-        return Drawn(drawing)
+        return Drawn(drawing).to(drawing.dtype)
 
 
 def batch(drawing: Drawing, rank: int, step: int, micro: int) -> Batch:
     """Draw inputs (4, features) and targets (4, features of the last item)."""
     outputs = size_of(drawing.items, drawing.inputs)
     with drawing_of(str(drawing), rank, step, micro) as random:
-        return regression(random, SAMPLES, drawing.inputs, outputs=outputs)
+        drawn = regression(random, SAMPLES, drawing.inputs, outputs=outputs)
+    return map_tensors(lambda tensor: tensor.to(drawing.dtype), drawn)
 
 
 def loss(module: nn.Module, batch: Batch) -> Tensor:
@@ -304,4 +324,5 @@ def model_case(name: str) -> ModelCase:
         batch=partial(batch, drawing),
         loss=loss,
         units=(DrawnUnit,),
+        dtype=drawing.dtype,
     )

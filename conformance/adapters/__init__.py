@@ -1,4 +1,8 @@
-"""Adapters by name: the built-in ones, and others as ``package.module:Class``."""
+"""Adapters by name: the built-in ones, and others as ``package.module:Class``.
+
+Importing this package must stay cheap, so that a misspelt name is told at once: what an adapter is
+is imported when a name leads to one.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from conformance.adapter import Adapter
-from conformance.adapters.declared import blaming, check_declarations, declared_variants
 from conformance.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from conformance.adapter import Adapter
 
 BUILT_IN: Mapping[str, str] = {
     "torch.DistributedDataParallel": "conformance.adapters.torch_ddp:DataParallelAdapter",
@@ -22,16 +28,34 @@ BUILT_IN: Mapping[str, str] = {
 }
 
 
+def place_of(name: str) -> tuple[str, str]:
+    """(module, class) of the adapter called `name`, which is not imported.
+
+    Raises:
+        UsageError: no such adapter, or nothing of the name of its module or of the package that
+            this is in.
+    """
+    module, colon, class_name = BUILT_IN.get(name, name).partition(":")
+    if not colon:
+        raise _unnamed_class(name)
+    top = module.partition(".")[0]
+    if not _is_module(top):
+        raise UsageError(
+            f"adapter {name!r}: cannot import {module}: there is no {top!r} in this folder, nor"
+            " where else Python looks"
+        )
+    return module, class_name
+
+
 def adapter_class(name: str) -> type[Adapter]:
     """The adapter class called `name`.
 
     Raises:
         UsageError: no such adapter, or what the name leads to is none that could build.
     """
-    target = BUILT_IN.get(name, name)
-    module_name, colon, class_name = target.partition(":")
-    if not colon:
-        raise _unnamed_class(name)
+    from conformance.adapter import Adapter
+
+    module_name, class_name = place_of(name)
     module = _imported(name, module_name)
     found = getattr(module, class_name, None)
     if found is None or not (isinstance(found, type) and issubclass(found, Adapter)):
@@ -57,6 +81,8 @@ def adapter_class(name: str) -> type[Adapter]:
 
 def adapters_in(module: ModuleType) -> list[str]:
     """Names of the classes of `module` that could be judged, sorted."""
+    from conformance.adapter import Adapter
+
     return sorted(
         name
         for name, found in vars(module).items()
@@ -68,6 +94,8 @@ def adapters_in(module: ModuleType) -> list[str]:
 
 def _imported(name: str, module: str) -> ModuleType:
     """The module of the adapter called `name`; what it raises is its author's to read."""
+    from conformance.adapters.declared import blaming
+
     try:
         with blaming(name, f"importing {module}", but=ImportError):
             return importlib.import_module(module)
@@ -78,7 +106,10 @@ def _imported(name: str, module: str) -> ModuleType:
 def _unnamed_class(name: str) -> UsageError:
     """The error for a name without a class: a misspelt built-in one, or that of a module."""
     package, _, last = name.rpartition(".")
-    found = [module for module in (name, package) if module and _is_module(module)]
+    # in the packages of the built-in ones lies nobody's own adapter
+    ours = {built_in.partition(".")[0] for built_in in BUILT_IN}
+    named = () if name.partition(".")[0] in ours else (name, package)
+    found = [module for module in named if module and _is_module(module)]
     for module in found:
         there = adapters_in(_imported(name, module))
         meant = [last] if last in there else there
@@ -106,6 +137,8 @@ def make_adapter(name: str, variant: str = "default") -> tuple[Adapter, Mapping[
         UsageError: unknown adapter or variant, an adapter that cannot be set up, or one that says
             of itself what cannot be, such as a claim that is no capability.
     """
+    from conformance.adapters.declared import blaming, check_declarations, declared_variants
+
     cls = adapter_class(name)
     variants = declared_variants(name, cls)
     if variant not in variants:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from conformance.adapter import CAPABILITIES, Adapter, Conventions
+from conformance.adapter import Adapter, Conventions
 from conformance.errors import UsageError, unknown
+from conformance.names import CAPABILITIES
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from conformance.checks import (  # noqa: F401, I001 - imported for registration
     robustness,
     recipes,
     training,
+    fresh,
     optimizer,
     sharding,
     memory,
@@ -19,7 +20,8 @@ from conformance.checks import (  # noqa: F401, I001 - imported for registration
     deletion,
 )
 from conformance.checks.evidence import Evidence, Ledger
-from conformance.checks.registry import PROFILES, Check, registered
+from conformance.checks.registry import Check, registered
+from conformance.names import PROFILES
 
 CHECKS = registered()
 

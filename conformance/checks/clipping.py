@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from conformance.causes import Cause
+from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
 from conformance.checks.gradients import GRADIENTS
 from conformance.checks.registry import TRAINING, check
@@ -65,7 +66,8 @@ def wrong_norms(evidence: Evidence, rank: int, seen: Observation) -> list[tuple[
     step, world = int(seen.where["step"]), evidence.world
     returned = [evidence.history.find(r, "grad_norm", seen.where) for r in range(world)]
     parts = [float(each.value) for each in returned if each is not None and each.value is not None]
-    found: list[tuple[Cause, float]] = []
+    padded = norm_with_padding(evidence, rank, seen)
+    found = [] if padded is None else [(Cause.PADDING_COUNTED, padded)]
     if len(parts) == world and max(parts) > min(parts):
         whole = combined(parts, p)
         bound = world * evidence.oracle.bound(rank, "grad_norm", dict(seen.where))
@@ -88,6 +90,48 @@ def wrong_norms(evidence: Evidence, rank: int, seen: Observation) -> list[tuple[
     found.append((Cause.DIVIDED_TWICE, expected / world))
     found.append((Cause.DIVIDED_TWICE, expected / evidence.case.accumulation))
     return found
+
+
+def norm_with_padding(evidence: Evidence, rank: int, seen: Observation) -> float | None:
+    """The norm, and in it what all norms of its p have too much of, if that is the same in each.
+
+    Gradients differ from step to step. What is added to all of them alike, to the power of p, are
+    elements of no gradient; ``None`` where nothing is padded, or gradients were not seen.
+    """
+    p, steps = float(seen.where["p"]), {}
+    if math.isinf(p) or not _pads(evidence):
+        return None
+    for other in evidence.expected("grad_norm", rank):
+        got = evidence.history.find(rank, "grad_norm", other.where)
+        own = evidence.history.find(rank, "gradients", {"step": other.where["step"]})
+        if other.where["p"] != seen.where["p"] or own is None or got is None:
+            continue
+        if got.value is not None:
+            bound = evidence.oracle.bound(rank, "grad_norm", dict(other.where))
+            right = norm_of(_of_distinct(evidence, own.value), p)
+            steps[other.where["step"]] = (right, float(got.value), bound)
+    if len(steps) < 2 or seen.where["step"] not in steps:
+        return None
+    if any(got - right <= bound for right, got, bound in steps.values()):
+        return None  # the norm of its own gradients, whatever these are
+    extra = sum(got**p - right**p for right, got, _ in steps.values()) / len(steps)
+    padded = {step: (right**p + extra) ** (1 / p) for step, (right, _, _) in steps.items()}
+    alike = all(abs(padded[step] - got) <= bound for step, (_, got, bound) in steps.items())
+    return padded[seen.where["step"]] if alike else None
+
+
+def _of_distinct(evidence: Evidence, gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """`gradients` with a tied parameter under one name."""
+    return {name: gradients.get(name) for name in anatomy(evidence.model).distinct}
+
+
+def _pads(evidence: Evidence) -> bool:
+    """Whether equal parts, of each parameter or of all in one, have more elements than these."""
+    parts, shards = anatomy(evidence.model), evidence.shards
+    names = parts.distinct
+    return any(parts.padded(name, shards) > parts.numel(name) for name in names) or bool(
+        sum(map(parts.numel, names)) % shards
+    )
 
 
 def local_norms(gradients: Mapping[str, Tensor | None], p: float, world: int) -> list[float]:

@@ -85,18 +85,28 @@ def _hold_once(
         parts = 1 if scatters or not scattering else max(scattering)
         total = sum(int(row["numel"]) for row in of_group) * parts
         cause = Cause.NOT_REDUCED if total < needed else Cause.REDUCED_REPEATEDLY
+        thawed = _frozen_with_gradient(evidence, rank, step) if total > allowed else ""
+        cause = Cause.UNEXPECTED_GRADIENT if thawed else cause
         ledger.hold(
             needed <= total <= allowed,
             moment=moment,
             cause=cause,
             sentence=f"step {step}, rank {rank}: {total} gradient elements reduced over ranks"
             f" {list(ranks)} in {len(of_group)} collectives, expected {needed}"
-            f" (at most {allowed} with padding)",
+            f" (at most {allowed} with padding){thawed}",
             rank=rank,
             step=step,
             got=total,
             expected=needed,
         )
+
+
+def _frozen_with_gradient(evidence: Evidence, rank: int, step: int) -> str:
+    """Why more is reduced than is due, if frozen parameters were seen to have gradients."""
+    seen = evidence.history.find(rank, "gradients", {"step": step})
+    held = {} if seen is None else seen.value
+    names = [name for name in sorted(anatomy(evidence.model).frozen) if held.get(name) is not None]
+    return f"; frozen {names[0]} has a gradient" if names else ""
 
 
 def _elements(evidence: Evidence, step: int, collectives: int) -> tuple[int, int]:

@@ -63,6 +63,11 @@ class Evidence:
         """Number of ranks among which one replica is cut."""
         return max(self.world // self.replicas, 1)
 
+    def world_at(self, moment: Moment) -> int:
+        """Number of ranks of the job in which something was observed."""
+        second = self.history.jobs[-1]
+        return self.world if self.first is None or moment[0] >= second else self.first.world
+
     def expected(self, what: str, rank: int = 0) -> list[Observation]:
         """The oracle's observations called `what`, in time order."""
         return self.oracle.reference.every(what, rank)
@@ -89,6 +94,8 @@ class Ledger:
         error: error of the comparison that came closest to its bound, or passed it furthest.
         bound: its bound.
         mismatches: those that failed.
+        notes: what a reader of a PASS should know.
+        powerless: why nothing was compared, if a comparison could not have told right from wrong.
     """
 
     comparisons: int = 0
@@ -96,6 +103,7 @@ class Ledger:
     bound: float | None = None
     mismatches: list[Mismatch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    powerless: str = ""
 
     def first(self) -> Mismatch | None:
         """The earliest mismatch; at one moment the one furthest beyond its bound."""

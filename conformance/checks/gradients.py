@@ -30,6 +30,8 @@ ANY_TRAINING = TRAINING | {
     "sequence",
 }
 GRADIENTS = frozenset({"gradients"})
+SAME_WEIGHT = 1e-4
+"""Parts of a sum whose weights differ by less than this fraction weigh the same."""
 
 
 def one_micro_batch(case: Case, model: ModelCase) -> bool:
@@ -69,10 +71,10 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
     reference = evidence.oracle.reference
 
     def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
-        expected = seen.value[key]
+        expected, world = seen.value[key], evidence.world_at(seen.moment)
         found: list[Suspect] = [
-            (Cause.SUMMED_NOT_AVERAGED, expected * evidence.world),
-            (Cause.DIVIDED_TWICE, expected / evidence.world),
+            (Cause.SUMMED_NOT_AVERAGED, expected * world),
+            (Cause.DIVIDED_TWICE, expected / world),
         ]
         if evidence.case.accumulation > 1:
             found.append((Cause.DIVIDED_TWICE, expected / evidence.case.accumulation))
@@ -81,7 +83,7 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         )
         found += _found(reference, 0, "gradients_doubled", seen, key, Cause.COUNTED_TWICE)
         found += _found(reference, rank, "gradients_of_rank", seen, key, Cause.NOT_REDUCED)
-        for other in range(evidence.world):
+        for other in range(world):
             if other != rank:
                 found += _found(reference, other, "gradients_of_rank", seen, key, Cause.OTHER_RANK)
         before = {**seen.where, "step": int(seen.where["step"]) - 1}
@@ -91,16 +93,79 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         dropped = reference.find(rank, "gradients_dropped", {})
         if dropped is not None and dropped.value.get(key) is not None:
             found.append((Cause.NOT_DROPPED, expected + dropped.value[key]))
+        found += _reduced_in_short(evidence, seen, key)
         found += _accumulated(evidence, rank, seen, key)
-        found += misplaced_rows(expected, evidence.shards)
+        found += misplaced_rows(expected, max(world // evidence.replicas, 1))
         found += [
             (Cause.PERMUTED, other)
             for name, other in seen.value.items()
             if name != key and isinstance(other, Tensor) and other.shape == expected.shape
         ]
-        return found
+        return found + _weighed(evidence, rank, seen, key)
 
     return suspects
+
+
+def _reduced_in_short(evidence: Evidence, seen: Observation, key: str) -> list[Suspect]:
+    """What a reduction in a shorter dtype leaves, of gradients divided before it or after it."""
+    world = evidence.world_at(seen.moment)
+    own = [
+        evidence.oracle.reference.find(rank, "gradients_of_rank", seen.where)
+        for rank in range(world)
+    ]
+    parts = [None if one is None else one.value.get(key) for one in own]
+    of_rank = [part for part in parts if isinstance(part, Tensor)]
+    share = world if evidence.conventions.gradients == "mean" else 1
+    found: list[Suspect] = []
+    for short in (torch.bfloat16, torch.float16) if len(of_rank) == world else ():
+        whole = of_rank[0].dtype
+        after = total([part.to(short) for part in of_rank])
+        before = total([(part / share).to(short) for part in of_rank])
+        found += [
+            (Cause.DTYPE_ROUND_TRIP, after.to(whole) / share),
+            (Cause.DTYPE_ROUND_TRIP, (after / share).to(whole)),
+            (Cause.DTYPE_ROUND_TRIP, before.to(whole)),
+        ]
+    return found
+
+
+def _weighed(evidence: Evidence, rank: int, seen: Observation, key: str) -> list[Suspect]:
+    """The sum of what ranks computed in micro-batches that comes closest to all gradients.
+
+    Nothing where all of them weigh the same in it, or there are too few elements to tell.
+    """
+    step = {"step": seen.where["step"]}
+    got, parts = evidence.history.find(rank, "gradients", step), _parts(evidence, seen)
+    if got is None or len(parts) < 2:
+        return []
+    trees = [got.value, *parts]
+    names = [name for name in got.value if all(isinstance(t.get(name), Tensor) for t in trees)]
+    columns = [torch.cat([t[n].double().flatten() for n in names]) for t in trees if names]
+    whole = min((len(column) for column in columns), default=0)
+    if key not in names or whole < 2 * len(parts) or any(len(c) > whole for c in columns):
+        return []
+    if not all(bool(column.isfinite().all()) for column in columns):
+        return []
+    weights = torch.linalg.lstsq(torch.stack(columns[1:], 1), columns[0]).solution  # (parts,)
+    if float(weights.max() - weights.min()) <= SAME_WEIGHT * float(weights.abs().max()):
+        return []
+    pairs = zip(parts, weights.tolist(), strict=True)
+    return [(Cause.UNEQUAL_WEIGHTS, total([part[key] * weight for part, weight in pairs]))]
+
+
+def _parts(evidence: Evidence, seen: Observation) -> list[Mapping[str, Any]]:
+    """What each rank computed in each micro-batch of a step; empty if it was not observed."""
+    micro, step = range(evidence.case.accumulation), seen.where["step"]
+    what = "gradients_of_micro" if len(micro) > 1 else "gradients_of_rank"
+    found = [
+        evidence.oracle.reference.find(
+            rank, what, {"step": step, "micro": m} if len(micro) > 1 else {"step": step}
+        )
+        for rank in range(evidence.world_at(seen.moment))
+        for m in micro
+    ]
+    observed = [one.value for one in found if one is not None]
+    return observed if len(observed) == len(found) else []
 
 
 def _accumulated(evidence: Evidence, rank: int, seen: Observation, key: str) -> list[Suspect]:

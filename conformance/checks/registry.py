@@ -16,16 +16,6 @@ from conformance.models import ModelCase
 Judge: TypeAlias = Callable[[Evidence, Ledger], None]
 Applies: TypeAlias = Callable[[Case, ModelCase], bool]
 
-PROFILES: Mapping[str, str] = {
-    "core": "training gives what the unsharded model gives",
-    "sharding": "something is really sharded",
-    "checkpoint": "states are saved and loaded, and training goes on from them",
-    "precision": "dtypes are what they should be",
-    "memory": "memory is given back",
-    "communication": "the right collectives, once, in the same order on all ranks",
-    "robustness": "unusual but legal sequences",
-}
-
 TRAINING = frozenset({"train", "unused", "varying"})
 OBSERVED = TRAINING | {"eval_first", "sequence"}
 """Scenarios in which everything is observed after every step."""
@@ -58,6 +48,15 @@ class Check:
     applies: Applies
     judge: Judge | None
     any_of: frozenset[str] = frozenset()
+
+    def judges(self, case: Case, model: ModelCase) -> bool:
+        """Whether it says anything about `case`.
+
+        A drawn sequence is a training, whatever else is done in it: what judges that judges it. No
+        run plans one, so releases of checks say nothing of it.
+        """
+        among = {case.scenario, "train"} if case.scenario == "sequence" else {case.scenario}
+        return bool(among & self.scenarios) and self.applies(case, model)
 
 
 _REGISTER: dict[str, Check] = {}

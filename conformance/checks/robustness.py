@@ -58,6 +58,9 @@ def _taken_over(evidence: Evidence, what: str) -> bool:
 
 def _before(evidence: Evidence, rank: int, what: str, seen: Observation) -> Any:
     """The wrapper's own newest observation of `what` before the evaluation."""
+    just = evidence.history.find(rank, f"{what}_before_eval", seen.where)
+    if just is not None:
+        return just.value
     earlier = [one for one in evidence.expected(what, rank) if one.moment < seen.moment]
     return evidence.history.get(rank, what, **earlier[-1].where)
 

@@ -47,7 +47,7 @@ class Traffic:
 
 
 def traffic(evidence: Evidence) -> Iterator[Traffic]:
-    """Of every rank and step.
+    """Of every rank, and of every step that consists of micro-batches.
 
     Raises:
         NotObserved: a step was not finished.
@@ -57,6 +57,8 @@ def traffic(evidence: Evidence) -> Iterator[Traffic]:
         rows = [row for row in evidence.history.ranks[rank].collectives if _carries_values(row)]
         for step in steps:
             evidence.history.get(rank, "parameters", step=step)
+            if any(row["phase"] == f"step {step}/both" for row in rows):
+                continue  # two forwards at once: who frees when is not said
             inside = [row for row in rows if row["phase"].startswith(f"step {step}/micro ")]
             parts = {f"step {step}/{part}" for part in ("clip", "optimizer", "after")}
             yield Traffic(

@@ -12,14 +12,15 @@ from conformance.causes import MEANING, Cause
 from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger, Moment
 from conformance.checks.registry import check
-from conformance.history import as_tensor
+from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
 from conformance.scenarios.checkpoint import STEPS_BEFORE
 from conformance.scenarios.states import named_pieces
 
 PARTS: Mapping[str, str] = {"parameters": "shard.parameters", "optimizer": "shard.optimizer"}
-ALIGNMENT = 16
-"""Bytes to which layouts may round up each parameter, or each rank's piece of it."""
+ALIGNMENT, ELEMENTS = 16, 4
+"""Bytes, or elements if these are more, to which layouts may round up each parameter, or each
+rank's piece of it."""
 
 Shapes = list[tuple[int, ...]]
 
@@ -27,7 +28,9 @@ Shapes = list[tuple[int, ...]]
 @check("sharding.bytes", profile="sharding", any_of=frozenset(PARTS.values()))
 def sharding_bytes(evidence: Evidence, ledger: Ledger) -> None:
     """All ranks together store no more than sharding needs of what is claimed to be sharded."""
-    _judge_parts(evidence, ledger, 0)
+    for seen in evidence.expected("stored"):
+        _judge_parts(evidence, ledger, seen)
+    ledger.notes[:] = dict.fromkeys(ledger.notes)  # what holds of every step is said once
 
 
 @check(
@@ -38,7 +41,8 @@ def sharding_bytes(evidence: Evidence, ledger: Ledger) -> None:
 )
 def sharding_loaded(evidence: Evidence, ledger: Ledger) -> None:
     """After a load all ranks together store no more than sharding needs."""
-    _judge_parts(evidence, ledger, STEPS_BEFORE - 1, when=" after the load")
+    for seen in evidence.expected("stored"):
+        _judge_parts(evidence, ledger, seen, when=" after the load")
 
 
 def sharded(case: Case, model: ModelCase) -> bool:
@@ -88,9 +92,8 @@ def _claimed(evidence: Evidence, ledger: Ledger) -> Iterator[str]:
             ledger.notes.append(f"{capability} is not claimed")
 
 
-def _judge_parts(evidence: Evidence, ledger: Ledger, step: int, when: str = "") -> None:
-    seen = evidence.oracle.reference.find(0, "stored", {"step": step})
-    assert seen is not None
+def _judge_parts(evidence: Evidence, ledger: Ledger, seen: Observation, when: str = "") -> None:
+    step = int(seen.where["step"])
     for part in _claimed(evidence, ledger):
         stored = _stored(evidence, part, step)
         due = shapes(evidence, part, step=step)
@@ -204,15 +207,16 @@ def needed(counted: Iterable[tuple[int, ...]], size: int, shards: int) -> int:
     total = 0
     for shape in counted:
         rows, row = (shape[0], numel(shape[1:])) if shape else (1, 1)
-        chunked = shards * aligned(-(-rows // shards) * row * size)
-        flat = aligned(numel(shape) * size) + shards * size
+        chunked = shards * aligned(-(-rows // shards) * row * size, size)
+        flat = aligned(numel(shape) * size, size) + shards * size
         total += max(chunked, flat)
     return total
 
 
-def aligned(size: int) -> int:
-    """`size` in bytes, rounded up."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def aligned(size: int, element: int) -> int:
+    """`size` in bytes of elements of so many bytes, rounded up."""
+    unit = max(ALIGNMENT, ELEMENTS * element)
+    return -(-size // unit) * unit
 
 
 def numel(shape: Iterable[int]) -> int:

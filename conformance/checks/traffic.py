@@ -173,11 +173,16 @@ def _hold(  # noqa: PLR0913 - one comparison, all of it
     )
 
 
+def freed_before(case: Case, model: ModelCase) -> bool:
+    """Every step begins after a backward or an evaluation: a forward alone frees nothing."""
+    return called_once(case, model) and "m" not in case.option("acts")
+
+
 @check(
     "collectives.regathered",
     profile="communication",
     needs=frozenset({"gradients", "shard.parameters", "memory.reshard"}),
-    applies=called_once,
+    applies=freed_before,
 )
 def collectives_regathered(evidence: Evidence, ledger: Ledger) -> None:
     """Parameters that are freed after backward are gathered again for every micro-batch."""
@@ -224,8 +229,9 @@ def collectives_after_backward(evidence: Evidence, ledger: Ledger) -> None:
             rows = [r for r in step.later if r["op"] in kinds and r["numel"] > 1]
             rows = [row for row in rows if len(row["group_ranks"]) > 1]
             got = sum(int(row["numel"]) for row in rows)
-            # norms and the like travel, too: less than all parameters
-            allowed = need(evidence, with_gradients(evidence, step.step), 1).elements - 1
+            # norms and the like travel, too: one for each parameter, less than all their elements
+            used = with_gradients(evidence, step.step)
+            allowed = max(need(evidence, used, 1).elements - 1, len(used))
             allowed = every.allowed(times, len(rows)) if times else allowed
             _hold(
                 evidence,

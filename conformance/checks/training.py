@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from conformance.causes import MEANING, Cause
-from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
+from conformance.checks.evidence import (
+    Evidence,
+    Ledger,
+    Mismatch,
+    Suspects,
+    compare_trees,
+    observed,
+    place,
+)
 from conformance.checks.gradients import (
     ANY_TRAINING,
     GRADIENTS,
@@ -47,6 +55,7 @@ def losses_value(evidence: Evidence, ledger: Ledger) -> None:
                 **seen.where,
             )
     _blame_evaluation(evidence, ledger)
+    _blame_some_weights(evidence, ledger)
 
 
 def _blame_evaluation(evidence: Evidence, ledger: Ledger) -> None:
@@ -65,20 +74,52 @@ def _blame_evaluation(evidence: Evidence, ledger: Ledger) -> None:
         if seen.moment < first.moment
     ]
     last = max(before, key=lambda seen: seen.moment, default=None)
-    if last is None or last.what != "eval_loss" or not _left_right(evidence, rank, last.where):
+    if last is None or last.what != "eval_loss":
         return
-    cause = Cause.CHANGED_BY_EVAL
-    sentence = first.sentence.replace(
-        MEANING[first.cause],
-        f"{MEANING[cause]}; all before it is right, its own loss and what it left",
-    )
+    if not _right(evidence, rank, ("parameters_after_eval", "buffers_after_eval"), last.where):
+        return
+    why = "; all before it is right, its own loss and what it left"
+    _name(ledger, first, Cause.CHANGED_BY_EVAL, why)
+
+
+def _blame_some_weights(evidence: Evidence, ledger: Ledger) -> None:
+    """Inexplicable losses of one step are of older weights, some of them, if they lie between.
+
+    Between the oracle's and what all weights of the step before give, on every rank that is wrong;
+    what the step before left must be right.
+    """
+    first = ledger.first()
+    if first is None or first.cause is not Cause.UNEXPLAINED or "micro" not in first.where:
+        return
+    step, gaps = int(first.where["step"]), []
+    for one in ledger.mismatches:
+        place = {"step": step, "micro": one.where.get("micro")}
+        rank = int(one.where["rank"])
+        stale = evidence.oracle.reference.find(rank, "stale_loss", place)
+        if one.where.get("step") == step and stale is not None and one.error is not None:
+            due = float(one.where["expected"])
+            gaps.append((float(one.where["got"]) - due, float(as_tensor(stale.value)) - due))
+    between = len(gaps) > 1 and all(0 < off / gap < 1 if gap else False for off, gap in gaps)
+    where = {"step": step - 1}
+    if between and all(
+        _right(evidence, rank, ("parameters", "buffers"), where) for rank in range(evidence.world)
+    ):
+        why = "; in part: it lies between the oracle's and that of all weights of the step before"
+        _name(ledger, first, Cause.STALE, why)
+
+
+def _name(ledger: Ledger, first: Mismatch, cause: Cause, why: str) -> None:
+    """State the cause of an inexplicable mismatch."""
+    sentence = first.sentence.replace(MEANING[first.cause], f"{MEANING[cause]}{why}")
     index = ledger.mismatches.index(first)
     ledger.mismatches[index] = replace(first, cause=cause, sentence=sentence)
 
 
-def _left_right(evidence: Evidence, rank: int, where: Mapping[str, Any]) -> bool:
-    """Whether the parameters and buffers after an evaluation were observed and are right."""
-    for what in ("parameters_after_eval", "buffers_after_eval"):
+def _right(
+    evidence: Evidence, rank: int, observations: Iterable[str], where: Mapping[str, Any]
+) -> bool:
+    """Whether trees that were due were observed and are right."""
+    for what in observations:
         due = evidence.oracle.reference.find(rank, what, where)
         got = evidence.history.find(rank, what, where)
         if due is None or got is None or due.value.keys() - got.value.keys():
@@ -96,7 +137,7 @@ def _loss_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Sus
     Older weights are all of them, or one unit's; of an evaluation after a load those before it.
     """
     reference, micro_batches = evidence.oracle.reference, evidence.case.accumulation
-    expected = as_tensor(seen.value)
+    expected, world = as_tensor(seen.value), evidence.world_at(seen.moment)
     stale = reference.find(rank, f"stale_{seen.what}", seen.where)
     found: list[Suspect] = [] if stale is None else [(Cause.STALE, as_tensor(stale.value))]
     found += [
@@ -109,14 +150,14 @@ def _loss_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Sus
         found += [] if before is None else [(Cause.NOT_LOADED, as_tensor(before.value))]
     found += [
         (Cause.OTHER_RANK, as_tensor(reference.get(other, seen.what, **seen.where)))
-        for other in range(evidence.world)
+        for other in range(world)
         if other != rank
     ]
     full = reference.find(rank, "loss_in_full", seen.where) if seen.what == "loss" else None
     found += [] if full is None else [(Cause.WRONG_DTYPE, as_tensor(full.value))]
-    found.append((Cause.SUMMED_NOT_AVERAGED, expected * evidence.world))
+    found.append((Cause.SUMMED_NOT_AVERAGED, expected * world))
     found.append((Cause.DIVIDED_TWICE, expected / micro_batches))
-    found.append((Cause.DIVIDED_TWICE, expected / evidence.world))
+    found.append((Cause.DIVIDED_TWICE, expected / world))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The commands and their options; each one's work is imported when it is called.
+"""The commands; each one's work is imported when it is called.
 
 Wrong usage is one line and status 64, whether the option parser or the suite finds it.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
+from conformance.cli import options as o
 from conformance.errors import UsageError, unknown
-from conformance.preload import forkserver_starting
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
 
 PROGRAM = "fsdp-conformance"
@@ -26,22 +24,32 @@ WRONG_USAGE: Any = typer.BadParameter.__base__
 
 SHOWN = ("fsdp-conformance", "torch", "python")
 
-WITH_RANKS = frozenset({"run", "repro", "selftest", "fuzz"})
-"""Commands whose ranks are begun to be started before their own work is imported."""
 
-PROFILE_NAMES = (
-    "core",
-    "sharding",
-    "checkpoint",
-    "precision",
-    "memory",
-    "communication",
-    "robustness",
-)
-"""Those of `conformance.checks`, which would take seconds to import for a help text."""
+class Commands(TyperGroup):
+    """The commands by name."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command; the parser itself names no near match of a misspelt one."""
+        if cmd_name not in self.commands:
+            raise unknown("command", cmd_name, self.commands)
+        return super().get_command(ctx, cmd_name)
+
+
+class WithRanks(TyperCommand):
+    """A command whose ranks are begun to be started before its own work is imported."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Do the work of a line in which nothing was wrong."""
+        from conformance.preload import forkserver_starting
+
+        _alone()
+        with forkserver_starting():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name=PROGRAM,
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -53,45 +61,10 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:  # noqa: FBT001 - a flag's value
     if asked:
-        from conformance.header import versions
+        from conformance.versions import versions
 
         typer.echo(", ".join(f"{name} {own}" for name, own in versions().items() if name in SHOWN))
         raise typer.Exit
-
-
-World = Annotated[int, typer.Option(metavar="N", help="Number of ranks, all on this machine.")]
-Worlds = Annotated[
-    str,
-    typer.Option("--world", metavar="N,N", help="Numbers of ranks to draw from, on this machine."),
-]
-Device = Annotated[
-    str, typer.Option(metavar="TYPE", help="auto, cpu, or the type of the accelerator.")
-]
-Timeout = Annotated[
-    float,
-    typer.Option(
-        metavar="SECONDS",
-        help="Seconds that the ranks have for one case, after which it is HANG. The start of the"
-        " first ranks and the oracle's run, which has as long, come before.",
-    ),
-]
-Seed = Annotated[int, typer.Option(metavar="N", help="Of every random number.")]
-Baseline = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="What says what is right: oracle, or ddp, DDP on the same ranks."
-    ),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Cases at once; by default what cores or accelerators allow."),
-]
-Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet", help="Nothing but the report: no progress, no notes, no line per case."
-    ),
-]
 
 
 @app.callback()
@@ -103,63 +76,28 @@ def _before_any_command(
     pass
 
 
-@app.command()
+@app.command(cls=WithRanks)
 def run(  # noqa: PLR0913 - one parameter an option
-    adapter: Annotated[
-        list[str],
-        typer.Argument(metavar="ADAPTER", help="Names of adapters, or package.module:Class."),
-    ],
-    world: World = 2,
-    device: Device = "auto",
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Pattern of variants; repeatable; all without it."),
-    ] = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Profile of checks ({', '.join(PROFILE_NAMES)}), or core@1.0 as released;"
-            " repeatable; all without it.",
-        ),
-    ] = None,
-    check: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Pattern of checks, such as 'clip.*'; repeatable."),
-    ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Pattern of models; repeatable.")
-    ] = None,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Pattern of cases, such as '*/train/*'; repeatable."),
-    ] = None,
-    depth: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DEPTH",
-            help="narrow, wide or full: how far options are crossed; without it wide for the first"
-            " variant and for those named by --variant, narrow for the others.",
-        ),
-    ] = None,
-    baseline: Baseline = "oracle",
-    expect: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File of known deviations: lines of 'finding pattern: reason'."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder for the log and the histories.")
-    ] = None,
-    jobs: Jobs = None,
-    timeout: Timeout = 60.0,
-    seed: Seed = 0,
-    quiet: Quiet = False,  # noqa: FBT002 - a flag
+    adapter: o.Adapters,
+    world: o.World = 2,
+    device: o.Device = "auto",
+    variant: o.Variants = None,
+    profile: o.Profiles = None,
+    check: o.Checks = None,
+    model: o.Models = None,
+    case: o.Cases = None,
+    depth: o.Depth = None,
+    baseline: o.Baseline = "oracle",
+    expect: o.Expect = None,
+    out: o.Out = None,
+    jobs: o.Jobs = None,
+    timeout: o.Timeout = 60.0,
+    seed: o.Seed = 0,
+    quiet: o.Quiet = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Judge adapters: every variant, every check, every model."""
     from conformance.cli.running import RunOptions, run_command
-    from conformance.plan import depth_named
+    from conformance.names import depth_named
     from conformance.work import Selection
 
     selection = Selection(
@@ -186,35 +124,21 @@ def run(  # noqa: PLR0913 - one parameter an option
 
 
 @app.command("list")
-def list_(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="WHAT",
-            help="checks, profiles, adapters, models, scenarios, cases, mutants, capabilities, or"
-            " letters: those in the ids of fuzz.",
-        ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,  # noqa: FBT002
-) -> None:
+def list_(what: o.List, as_json: o.AsJson = False) -> None:  # noqa: FBT002 - a flag
     """Show what there is."""
     from conformance.cli.listing import listing
 
     typer.echo(listing(what, as_json=as_json))
 
 
-@app.command()
+@app.command(cls=WithRanks)
 def repro(
-    id: Annotated[
-        str, typer.Argument(metavar="ID", help="Id of a finding, as every output shows it.")
-    ],
-    world: World = 2,
-    device: Device = "auto",
-    baseline: Baseline = "oracle",
-    mutant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A defect to plant first.")
-    ] = None,
-    timeout: Timeout = 60.0,
+    id: o.FindingId,
+    world: o.World = 2,
+    device: o.Device = "auto",
+    baseline: o.Baseline = "oracle",
+    mutant: o.Mutant = None,
+    timeout: o.Timeout = 60.0,
 ) -> None:
     """Repeat one finding."""
     from conformance.cli.repeating import repro_command
@@ -226,33 +150,21 @@ def repro(
 
 
 @app.command()
-def recheck(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --out.")
-    ],
-) -> None:
+def recheck(directory: o.Run) -> None:
     """Judge a stored run again, without ranks."""
     from conformance.cli.repeating import recheck_command
 
     raise typer.Exit(recheck_command(directory))
 
 
-@app.command()
+@app.command(cls=WithRanks)
 def selftest(
-    world: World = 2,
-    device: Device = "auto",
-    mutant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Pattern of mutants; repeatable; all without it."),
-    ] = None,
-    jobs: Jobs = None,
-    timeout: Timeout = 60.0,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File for the whole matrix: what every check said of every mutant."
-        ),
-    ] = None,
+    world: o.World = 2,
+    device: o.Device = "auto",
+    mutant: o.Mutants = None,
+    jobs: o.Jobs = None,
+    timeout: o.Timeout = 60.0,
+    page: o.Page = None,
 ) -> None:
     """Plant every defect, and see that its check reports it first, with its cause."""
     from conformance.cli.selftesting import selftest_command
@@ -264,39 +176,21 @@ def selftest(
     )
 
 
-@app.command()
+@app.command(cls=WithRanks)
 def fuzz(  # noqa: PLR0913 - one parameter an option
-    adapters: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="ADAPTER",
-            help="Names of adapters, or package.module:Class; variants of all are drawn.",
-        ),
-    ],
-    examples: Annotated[
-        int, typer.Option(metavar="N", help="How many to try, shrinking not counted.")
-    ] = 100,
-    world: Worlds = "1,2,4",
-    device: Device = "auto",
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Pattern of variants; repeatable; all without it."),
-    ] = None,
-    mutant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A defect to plant first.")
-    ] = None,
-    expect: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File of known deviations: lines of 'finding pattern: reason'."
-        ),
-    ] = None,
-    timeout: Timeout = 60.0,
-    seed: Seed = 0,
+    adapters: o.Adapters,
+    examples: o.Examples = 100,
+    world: o.Worlds = "1,2,4",
+    device: o.Device = "auto",
+    variant: o.Variants = None,
+    mutant: o.Mutant = None,
+    expect: o.Expect = None,
+    timeout: o.Timeout = 60.0,
+    seed: o.Seed = 0,
 ) -> None:
     """Draw models, programs, variants and worlds, and shrink what goes wrong.
 
-    The letters of what is drawn: fsdp-conformance list letters.
+    Variants of all adapters are drawn. The letters of what is drawn: fsdp-conformance list letters.
     """
     from conformance.cli.fuzzing import FuzzOptions, fuzz_command
 
@@ -319,10 +213,7 @@ def main() -> None:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        _known_command(sys.argv[1:])
-        _alone(sys.argv[1:])
-        with forkserver_starting() if _starts_ranks(sys.argv[1:]) else nullcontext():
-            returned = app(prog_name=PROGRAM, standalone_mode=False)
+        returned = app(prog_name=PROGRAM, standalone_mode=False)
         status = returned if isinstance(returned, int) else 0
         if status == EXIT_INTERRUPTED:  # the parser may turn an interrupt into a status
             raise KeyboardInterrupt
@@ -345,26 +236,10 @@ def main() -> None:
     sys.exit(status)
 
 
-def _known_command(arguments: Sequence[str]) -> None:
-    """Name the near match of a misspelt command, which the parser does not."""
-    names = [
-        command.name or command.callback.__name__
-        for command in app.registered_commands
-        if command.callback
-    ]
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
-        raise unknown("command", arguments[0], names)
-
-
-def _starts_ranks(arguments: Sequence[str]) -> bool:
-    """Whether these arguments, if they are right, come to a run on ranks."""
-    return bool(arguments) and arguments[0] in WITH_RANKS and "--help" not in arguments
-
-
-def _alone(arguments: Sequence[str]) -> None:
+def _alone() -> None:
     """Refuse to be one of several: each would start all ranks, and judge beside the others."""
     launched = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
-    if launched != "1" and _starts_ranks(arguments):
+    if launched != "1":
         raise UsageError(
             f"torchrun has started {launched} of this command, which starts its ranks itself:"
             f" start it once, without torchrun, and with --world {launched}"

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from conformance.adapters import make_adapter
 from conformance.checks import CHECKS
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.running import check_limits, temporary_folder
+from conformance.cli.options import worlds_of
 from conformance.cli.show import note
 from conformance.drawing import Example, examples
 from conformance.errors import UsageError
@@ -24,7 +23,9 @@ from conformance.fuzz import Deviation, Search
 from conformance.machine import device_for, notes
 from conformance.matrix import Matrix
 from conformance.mutants import mutant_named
-from conformance.report.text import about_text, indented, number
+from conformance.report.text import about_text
+from conformance.report.words import indented, number
+from conformance.room import temporary_folder
 from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.verdicts import BAD, EXIT_BAD, EXIT_OK, EXIT_UNDECIDED, Finding, Verdict
@@ -51,16 +52,14 @@ def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
     Raises:
         UsageError: before anything is started.
     """
-    check_limits(options.timeout, seed=options.seed)
-    if options.examples < 1:
-        raise UsageError(f"--examples {options.examples}: at least 1")
-    subjects = [
-        (replace(subject, mutant=options.mutant), make_adapter(adapter, subject.variant)[0])
+    if options.mutant is not None:
+        mutant_named(options.mutant)
+    planted = [
+        replace(subject, mutant=options.mutant)
         for adapter in dict.fromkeys(adapters)
         for subject in variants_of(adapter, options.variants)
     ]
-    if options.mutant is not None:
-        mutant_named(options.mutant)
+    subjects = [(subject, subject.make()) for subject in planted]
     expectations = read_expectations(options.expect) if options.expect else Expectations()
     worlds = worlds_of(options.worlds)
     devices = {world: device_for(options.device, world) for world in worlds}
@@ -90,20 +89,6 @@ def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
             hunt = Hunt(search, judged, where(devices))
             with leaving_on_interrupt(folder, hunt.summary):
                 return hunt.follow()
-
-
-def worlds_of(text: str) -> list[int]:
-    """The numbers of ranks in a list such as ``1,2,4``, the smallest first.
-
-    Raises:
-        UsageError: it is no such list.
-    """
-    try:
-        return sorted({int(each) for each in text.split(",")})
-    except ValueError:
-        raise UsageError(
-            f"--world {text}: expected numbers of ranks with commas between, such as 1,2,4"
-        ) from None
 
 
 def where(devices: Mapping[int, str]) -> str:
@@ -208,8 +193,9 @@ class Hunt:
     def summary(self) -> str:
         """How far the search is, in one line."""
         seconds, tried = time.monotonic() - self._started, self._search.tried
+        refused = f" ({self._search.refused} refused)" if self._search.refused else ""
         return (
-            f"{number(tried, 'example')}, {number(self._found, 'deviation')},"
+            f"{number(tried, 'example')}{refused}, {number(self._found, 'deviation')},"
             f" {number(self._judged.checks, 'check')} passed in {seconds:.1f} s,"
             f" {tried / seconds:.1f} examples a second ({self._where}, seed {self._search.seed})"
         )

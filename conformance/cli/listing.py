@@ -1,4 +1,7 @@
-"""The command ``list``: checks, profiles, adapters, models, cases, mutants, and so on."""
+"""The command ``list``: checks, profiles, adapters, models, cases, mutants, and so on.
+
+Each list imports what it shows: most of it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conformance.adapter import CAPABILITIES
-from conformance.adapters import BUILT_IN, make_adapter
-from conformance.checks import CHECKS, PROFILES
 from conformance.errors import unknown
-from conformance.models import cases, drawn
-from conformance.mutants import MUTANTS
-from conformance.plan import every_case
-from conformance.report.text import indented
-from conformance.scenarios import SCENARIOS
-from conformance.scenarios.sequence import ACTS
+from conformance.names import CAPABILITIES, PROFILES
+from conformance.report.words import indented
 
 Row = dict[str, Any]
 
@@ -33,11 +29,14 @@ def listing(what: str, *, as_json: bool) -> str:
 
 
 def _checks() -> list[Row]:
+    from conformance.checks import CHECKS
+
     return [
         {
             "check": check.id,
             "profile": check.profile,
             "needs": ", ".join(sorted(check.needs)),
+            "needs one of": ", ".join(sorted(check.any_of)),
             "sentence": check.sentence,
         }
         for check in CHECKS.values()
@@ -45,17 +44,21 @@ def _checks() -> list[Row]:
 
 
 def _profiles() -> list[Row]:
+    from conformance.releases import today
+
     return [
         {
             "profile": name,
             "sentence": sentence,
-            "checks": ", ".join(c.id for c in CHECKS.values() if c.profile == name),
+            "checks": ", ".join(check.id for check in today(name)),
         }
         for name, sentence in PROFILES.items()
     ]
 
 
 def _adapters() -> list[Row]:
+    from conformance.adapters import BUILT_IN, make_adapter
+
     rows: list[Row] = []
     for name in BUILT_IN:
         adapter, _ = make_adapter(name)
@@ -71,6 +74,8 @@ def _adapters() -> list[Row]:
 
 
 def _models() -> list[Row]:
+    from conformance.models import cases
+
     return [
         {"model": name, "traits": ", ".join(sorted(case.traits)), "why": case.why}
         for name, case in cases().items()
@@ -78,6 +83,8 @@ def _models() -> list[Row]:
 
 
 def _scenarios() -> list[Row]:
+    from conformance.scenarios import SCENARIOS
+
     return [
         {"scenario": name, "needs": ", ".join(sorted(one.needs)), "why": one.why}
         for name, one in SCENARIOS.items()
@@ -86,10 +93,14 @@ def _scenarios() -> list[Row]:
 
 def _cases() -> list[Row]:
     """Those of an adapter that claims everything."""
+    from conformance.plan import every_case
+
     return [{"case": case, "depth": depth.value} for case, depth in every_case().items()]
 
 
 def _mutants() -> list[Row]:
+    from conformance.mutants import MUTANTS
+
     return [
         {
             "mutant": mutant.name,
@@ -111,11 +122,18 @@ def _capabilities() -> list[Row]:
 
 def _letters() -> list[Row]:
     """Those of the ids of drawn examples: of the option ``acts`` and of their models."""
+    from conformance.models import drawn
+    from conformance.scenarios.sequence import ACTS
+
     acts = [
         {"letter": f"act {letter}", "needs": ", ".join(sorted(act.needs)), "meaning": act.sentence}
         for letter, act in ACTS.items()
     ]
-    kinds = {"layer": drawn.LAYER_LETTERS, "unit": drawn.UNIT_LETTERS}
+    kinds = {
+        "model": drawn.MODEL_LETTERS,
+        "layer": drawn.LAYER_LETTERS,
+        "unit": drawn.UNIT_LETTERS,
+    }
     parts = [
         {"letter": f"{kind} {letter}", "needs": "", "meaning": meaning}
         for kind, letters in kinds.items()

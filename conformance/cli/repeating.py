@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.running import HISTORIES, check_limits, known_baseline, temporary_folder
+from conformance.cli.options import HISTORIES
 from conformance.cli.show import note
 from conformance.errors import UsageError, unknown
 from conformance.expectations import Expectations
@@ -33,7 +34,9 @@ from conformance.report.lines import (
 )
 from conformance.report.log import RunLog, status_of
 from conformance.report.plain import finding_text
-from conformance.report.text import number, report_text
+from conformance.report.text import report_text
+from conformance.report.words import number
+from conformance.room import temporary_folder
 from conformance.scenarios import SCENARIOS
 from conformance.scenarios.resume import second_world
 from conformance.scenarios.sequence import ACTS, SEQUENCE
@@ -51,11 +54,9 @@ def repro_command(
     Raises:
         UsageError: the id names nothing that exists, or the setting does not fit this machine.
     """
-    check_limits(timeout)
     item, wanted, seed = item_of(id, mutant)
     told = notes(device, world)
     device = device_for(device, world)
-    known_baseline(baseline)
     note(told)
     with temporary_folder() as folder:
         setting = Setting(
@@ -139,19 +140,37 @@ def recheck_command(directory: Path) -> int:
         stored = read_log(directory / LOG_NAME)
     except LogError as error:
         raise UsageError(f"recheck {directory}: {error}") from error
-    log, missing = judge_again(stored, directory)
+    again = judge_again(stored, directory)
+    log = again.log
     sys.stdout.write(report_text(log))
-    sys.stdout.write(comparison_text(stored, log, missing) + "\n")
+    sys.stdout.write(comparison_text(stored, again) + "\n")
     stale = log.footer["stale_expectations"] if log.footer else ()
-    lacks = "the run is partial" if stored.partial else "histories are missing" if missing else ""
+    lacks = "histories are missing" if again.missing else ""
+    if stored.partial:
+        lacks = "the run is partial"
     status = status_of(log.reported, stale, whole=not lacks)
     if lacks:
         sys.stdout.write(f"{lacks}, so not everything was judged: exit status {status}\n")
     return status
 
 
-def judge_again(stored: Log, directory: Path) -> tuple[Log, int]:
-    """(the log of judging the stored histories now, how many cases have no history)."""
+@dataclass(frozen=True, kw_only=True)
+class Again:
+    """A stored run, judged again.
+
+    Attributes:
+        log: of judging the stored histories now.
+        missing: how many cases have no history.
+        unfinished: what the stored log has of the case in which it was cut short.
+    """
+
+    log: Log
+    missing: int = 0
+    unfinished: Sequence[Reported] = ()
+
+
+def judge_again(stored: Log, directory: Path) -> Again:
+    """Judge every case of a stored run of which all findings were written."""
     expectations = Expectations.of(stored.header["expectations"])
     root = directory / HISTORIES
     matrix = Matrix(
@@ -162,12 +181,20 @@ def judge_again(stored: Log, directory: Path) -> tuple[Log, int]:
         expectations=expectations,
     )
     missing = 0
+    unfinished: Sequence[Reported] = ()
+    known = set(map(_key, stored.reported))
+    items = items_of_log(stored)
     with RunLog(None, stored.header) as log:
-        for item in items_of_log(stored):
+        for item in items:
             try:
                 found = matrix.report(item)
             except NotStored:
                 missing += 1
+                continue
+            # the findings of a case are written one after the other
+            if stored.partial and item is items[-1] and not known.issuperset(map(_key, found)):
+                case = _case(found[0])
+                unfinished = [one for one in stored.reported if _case(one) == case]
                 continue
             for one in found:
                 log.add(one)
@@ -175,7 +202,7 @@ def judge_again(stored: Log, directory: Path) -> tuple[Log, int]:
             names = [adapter["name"] for adapter in stored.header["adapters"]]
             stale = [] if stored.header["narrowed"] else expectations.stale(names)
             log.finish(stale=stale, seconds=stored.footer["seconds"])
-        return log.log, missing
+        return Again(log=log.log, missing=missing, unfinished=unfinished)
 
 
 def _stored_histories(root: Path) -> Callable[[Item], Path]:
@@ -188,20 +215,26 @@ def _stored_histories(root: Path) -> Callable[[Item], Path]:
     return find
 
 
-def comparison_text(stored: Log, log: Log, missing: int) -> str:
+def comparison_text(stored: Log, again: Again) -> str:
     """How the findings differ from those of the run, in one line or one line each."""
     before = {_key(one): one for one in stored.reported}
-    after = {_key(one): one for one in log.reported}
+    after = {_key(one): one for one in again.log.reported}
     lines = [
         f"changed: {before[key].finding.verdict} -> {finding_text(after[key])}"
         for key in after
         if key in before and dumps(finding_line(before[key])) != dumps(finding_line(after[key]))
     ]
     lines += [f"new: {finding_text(after[key])}" for key in after if key not in before]
-    gone = [key for key in before if key not in after]
+    if again.unfinished:
+        kept = number(len(again.unfinished), "finding")
+        lines.append(f"unfinished, and not judged, though the log has {kept} of it:")
+        lines.append(f"      {again.unfinished[0].finding.id.partition('@')[2]}")
+    gone = before.keys() - after.keys() - set(map(_key, again.unfinished))
     if gone:
-        cases = number(missing, "case")
-        lines.append(f"not judged again: {len(gone)} findings, of {cases} without history")
+        cases = number(again.missing, "case")
+        lines.append(
+            f"not judged again: {number(len(gone), 'finding')}, of {cases} without history"
+        )
     if not lines:
         all_same = f"all {len(after)} findings are the same"
         lines = [f"recheck: {all_same if after else 'nothing was judged'}"]
@@ -210,3 +243,8 @@ def comparison_text(stored: Log, log: Log, missing: int) -> str:
 
 def _key(one: Reported) -> tuple[str, str]:
     return str(one.role), one.finding.id
+
+
+def _case(one: Reported) -> tuple[str, str, str, str]:
+    finding = one.finding
+    return str(one.role), finding.adapter, finding.variant, finding.case

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.cli.interrupt import leaving_on_interrupt
-from conformance.cli.show import Progress, note, progress_for
-from conformance.errors import UsageError, unknown
+from conformance.cli.options import HISTORIES, is_new
+from conformance.cli.show import Progress, complain, note, progress_for
+from conformance.errors import UsageError
 from conformance.expectations import Expectations, read_expectations
 from conformance.header import header
 from conformance.item import Item
 from conformance.machine import default_jobs, device_for, notes
 from conformance.matrix import Matrix
+from conformance.names import BASELINES
 from conformance.report.junit import write_junit
 from conformance.report.lines import LOG_NAME, Role
 from conformance.report.log import RunLog
 from conformance.report.text import report_text
-from conformance.session import BASELINES, Session, Setting
+from conformance.room import temporary_folder, told
+from conformance.session import Session, Setting
 from conformance.verdicts import EXIT_OK, EXIT_UNDECIDED
 from conformance.work import Selection, Work, work_of
 
-HISTORIES = "histories"
 JUNIT_NAME = "junit.xml"
 PROBE_TIMEOUT = 20.0
 """Seconds; a capability that is tried out unasked must not hold up a run."""
@@ -56,8 +55,6 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
         UsageError: before anything is written or started.
     """
     device = device_for(options.device, options.world)
-    known_baseline(options.baseline)
-    check_limits(options.timeout, options.jobs, options.seed)
     expectations = read_expectations(options.expect) if options.expect else Expectations()
     work = work_of(selection, without=BASELINES[options.baseline].cannot)
     jobs = options.jobs or default_jobs(options.world, device)
@@ -91,35 +88,11 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
             try:
                 write_junit(log.log, folder / JUNIT_NAME)
             except OSError as error:
-                fault = f"{error.strerror}: {folder / JUNIT_NAME}; it is partial"
+                fault = told(error, f"{JUNIT_NAME} is partial", folder / JUNIT_NAME)
         sys.stdout.write(report_text(log.log))
     if fault:
-        sys.stderr.write(f"fsdp-conformance: {fault}\n")
+        complain(fault)
     return EXIT_UNDECIDED if fault and status == EXIT_OK else status
-
-
-def check_limits(timeout: float, jobs: int | None = None, seed: int = 0) -> None:
-    """Refuse numbers with which nothing could run.
-
-    Raises:
-        UsageError: no time, no job, or a seed that random numbers do not take.
-    """
-    if seed < 0:
-        raise UsageError(f"--seed {seed}: at least 0")
-    if jobs is not None and jobs < 1:
-        raise UsageError(f"--jobs {jobs}: at least 1")
-    if not timeout > 0:  # also if it is no number
-        raise UsageError(f"--timeout {timeout:g}: more than 0 seconds")
-
-
-def known_baseline(name: str) -> None:
-    """Refuse a baseline that there is not.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
-    if name not in BASELINES:
-        raise unknown("baseline", name, BASELINES)
 
 
 def judge_all(
@@ -155,21 +128,6 @@ def judge_all(
 
 
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder that is removed afterwards.
-
-    Threads that judge cases may write into it until they end, which the end of this process waits
-    for; what they leave is removed then.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="fsdp-conformance-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after threads were waited for
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
     """The folder of a run: a new one that is kept, or a temporary one.
 
@@ -180,17 +138,8 @@ def _folder(out: Path | None) -> Iterator[Path]:
         with temporary_folder() as folder:
             yield folder
         return
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out}: not a folder")
-    if (out / LOG_NAME).exists() or (out / HISTORIES).exists():
-        raise UsageError(f"--out {out}: holds a run already; name a new folder")
+    is_new(out)
     try:
-        strangers = sorted(path.name for path in out.iterdir()) if out.exists() else []
-        if strangers:
-            raise UsageError(
-                f"--out {out}: holds what is not of a run, such as {strangers[0]};"
-                " name a new or an empty folder"
-            )
         (out / HISTORIES).mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"--out {out}: cannot make the folder: {error.strerror}") from error

@@ -12,15 +12,14 @@ import torch
 
 from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.cli.kill_page import counted, kills_page
-from conformance.cli.running import check_limits, temporary_folder
-from conformance.cli.show import note
-from conformance.errors import UsageError
-from conformance.header import versions
+from conformance.cli.show import complain, note
 from conformance.machine import CPU, cores, default_jobs, device_for, notes
-from conformance.report.text import indented, number
+from conformance.report.words import indented, number
+from conformance.room import temporary_folder, told
 from conformance.selftest import GOOD, LEFT_OUT, Diagonal, Kill, diagonal, select_mutants
 from conformance.session import Setting
 from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED
+from conformance.versions import versions
 
 
 def selftest_command(
@@ -37,16 +36,12 @@ def selftest_command(
     With `page` what every check said of every mutant is written there.
 
     Raises:
-        UsageError: a pattern that matches no mutant, a limit under which nothing runs, or a setting
-            that does not fit this machine.
+        UsageError: a pattern that matches no mutant, or a setting that does not fit this machine.
     """
-    check_limits(timeout, jobs)
-    if page is not None and not page.parent.is_dir():
-        raise UsageError(f"--page {page}: there is no folder {page.parent}")
     mutants = select_mutants(patterns)
-    told = notes(device, world)
+    here = notes(device, world)
     device = device_for(device, world)
-    note(told)
+    note(here)
     jobs = jobs or default_jobs(world, device)
     started = time.monotonic()
     with temporary_folder() as folder:
@@ -54,12 +49,16 @@ def selftest_command(
         with leaving_on_interrupt(folder):
             results = diagonal(setting, mutants, jobs=jobs, done=_show)
     where, seconds = f"{number(world, 'rank')} on {device}", time.monotonic() - started
-    if page is not None:
-        page.write_text(
-            kills_page(results, _circumstances(world, device, seconds)), encoding="utf-8"
-        )
     sys.stdout.write(diagonal_text(results, where, seconds))
-    return diagonal_status(results)
+    status = diagonal_status(results)
+    if page is not None:
+        text = kills_page(results, _circumstances(world, device, seconds))
+        try:
+            page.write_text(text, encoding="utf-8")
+        except OSError as error:
+            complain(told(error, "the page is partial", page))
+            return EXIT_UNDECIDED if status == EXIT_OK else status
+    return status
 
 
 def diagonal_status(results: Sequence[Diagonal]) -> int:

@@ -58,6 +58,12 @@ class Live(Progress):
         self._bar.update(self._task, advance=1, verdicts=shown, now=now)
 
 
+def complain(sentence: str) -> None:
+    """Say in one line what went wrong; beside the results, not among them."""
+    sys.stderr.write(f"fsdp-conformance: {' '.join(sentence.split())}\n")
+    sys.stderr.flush()
+
+
 def note(lines: Iterable[str]) -> None:
     """Tell what is worth knowing before the work starts; beside the results, not among them."""
     for line in lines:

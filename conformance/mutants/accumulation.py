@@ -71,6 +71,23 @@ class BufferReducedIntoItself(Adapter):
 
 @mutant(
     check="accumulation.big_batch",
+    cause=Cause.UNEQUAL_WEIGHTS,
+    case="mlp/train/accumulation=3,optimizer=sgd",
+    world=1,
+)
+class EarlierMicroBatchesFade(Adapter):
+    """What waits for the last micro-batch loses a thousandth with each one."""
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Shrink, then backward."""
+        for parameter in w.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 0.999
+        super().backward(w, loss)
+
+
+@mutant(
+    check="accumulation.big_batch",
     cause=Cause.DTYPE_ROUND_TRIP,
     case="mlp/train/accumulation=3,optimizer=sgd",
     bugs=("pytorch/pytorch#85134",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance.adapter import Adapter, Wrapped, local, named_parameters
@@ -77,6 +78,25 @@ class OneNormCountsReplicas(NormCountsReplicas):
         """The other norms are right."""
         right = super(NormCountsReplicas, self).clip_grad_norm
         return (super().clip_grad_norm if norm_type == 1 else right)(w, max_norm, norm_type)
+
+
+@mutant(
+    check="clip.norm",
+    cause=Cause.PADDING_COUNTED,
+    case="uneven/train/optimizer=sgd",
+)
+class NormCountsPadding(Adapter):
+    """Ones that fill uneven parameters up to equal parts count as their gradients."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """Rows of ones that no parameter has."""
+        grads = [p.grad for p in w.module.parameters() if p.grad is not None]
+        rows = dist.get_world_size()
+        padding = [g.new_ones(-len(g) % rows, *g.shape[1:]) for g in grads if g.dim()]
+        filled = [ones for ones in padding if ones.numel()]
+        norm = nn.utils.get_total_norm([*grads, *filled], norm_type)
+        nn.utils.clip_grads_with_norm_(w.module.parameters(), max_norm, norm)
+        return norm
 
 
 @mutant(

@@ -8,10 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conformance.adapter import Adapter, BuildConfig, Conventions, OptimizerFactory, Wrapped
+from conformance.adapter import (
+    Adapter,
+    BuildConfig,
+    Conventions,
+    LossFn,
+    OptimizerFactory,
+    Wrapped,
+)
 from conformance.adapters.precision import MIXED
 from conformance.causes import Cause
 from conformance.mutants.registry import mutant
+from conformance.mutants.training import ForwardWithStaleParameters
 
 COMPOSABLE = "conformance.adapters.fsdp_composable:PrecisionAdapter"
 FLAT = "conformance.adapters.fsdp_wrapper:PrecisionAdapter"
@@ -46,6 +54,24 @@ class ComputesInFloat32(OtherDtypes):
     def changed(self, dtypes: dict[str, Any]) -> Mapping[str, Any]:
         """No dtype of parameters."""
         return {"reduce_dtype": dtypes["reduce_dtype"]}
+
+
+@mutant(
+    check="losses.fresh",
+    cause=Cause.STALE,
+    case="transformer/train/optimizer=sgd",
+    base=COMPOSABLE,
+    variant=MIXED,
+    world=1,
+)
+class ForwardWithOlderParametersInShort(ForwardWithStaleParameters):
+    """Forward uses the parameters of the step before, and no loss alone has digits to tell."""
+
+    def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:
+        """What an evaluation has left gathered is given up before values are swapped."""
+        wrapped: Any = w.module
+        wrapped.reshard()
+        return super().forward(w, batch, loss_fn)
 
 
 @mutant(

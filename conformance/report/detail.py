@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from conformance.causes import Cause
 from conformance.report.lines import Reported
 from conformance.report.plain import case_lines
-from conformance.report.text import WIDTH, about_text, indented
+from conformance.report.text import about_text
+from conformance.report.words import WIDTH, indented
 from conformance.verdicts import Verdict
 
 SILENT = frozenset({Verdict.BLOCKED, Verdict.UNSUPPORTED})
@@ -26,13 +27,14 @@ def repeated_text(reported: Sequence[Reported], wanted: str) -> str:
     if any(_by_exception(one) for one in asked):
         traces = (one.finding.where[TRACE] for one in others if TRACE in one.finding.where)
         lines += [line for trace in traces for line in _block(TRACE, trace)]
+    heard = [one for one in others if one.finding.verdict not in SILENT]
     silent = Counter(one.finding.verdict for one in others if one.finding.verdict in SILENT)
-    told = case_lines([one for one in others if one.finding.verdict not in SILENT])
+    told = [_here(line, others[0]) for line in case_lines(heard)]
     if silent:
         told.append(", ".join(f"{times} {verdict}" for verdict, times in silent.items()))
     if told:
         lines += ["", "the other checks of this case, first divergence first:"]
-        lines += [f"  {line}" for line in told]
+        lines += [part for line in told for part in indented(line, 2, 14)]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -50,6 +52,12 @@ def detail_lines(reported: Reported) -> list[str]:
         elif len(text) < WIDTH:
             lines.append(f"      {key}: {text}")
     return lines
+
+
+def _here(line: str, one: Reported) -> str:
+    """A line about the case of `one` without its name."""
+    place = one.finding.id.partition("@")[2]
+    return line.replace(f"@{place}", "").replace(f"{place}  ", "")
 
 
 def _by_exception(reported: Reported) -> bool:

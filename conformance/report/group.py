@@ -18,8 +18,8 @@ class CaseFailure:
     """What went wrong on one case: its first divergence.
 
     Attributes:
-        finding: the earliest bad finding.
-        later: checks that failed or were blocked after it.
+        finding: the earliest bad finding; that a rank died, if one did.
+        later: the other checks that failed or were blocked.
     """
 
     finding: Finding
@@ -73,7 +73,7 @@ def failures_of(reported: Sequence[Reported]) -> list[CaseFailure]:
     for findings in cases.values():
         bad = [f for f in findings if f.verdict in BAD]
         if bad:
-            first = min(bad, key=lambda f: f.moment or LATE)
+            first = min(bad, key=lambda f: (f.verdict is not Verdict.CRASH, f.moment or LATE))
             later = tuple(f.check for f in findings if f is not first)
             failures.append(CaseFailure(finding=first, later=later))
     return failures

@@ -135,25 +135,37 @@ def read_log(path: Path) -> Log:
     Raises:
         LogError: the file is missing or is not a log.
     """
-    if not path.is_file():
-        raise LogError(f"{path.parent} holds no {path.name}: not the folder of a run")
-    lines = list(_lines(path))
-    if not lines or lines[0].get("kind") != "header":
-        raise LogError(f"{path} does not begin with a header: not the log of a run")
-    if lines[0].get("schema") != SCHEMA_VERSION:
-        raise LogError(
-            f"{path} has schema {lines[0].get('schema')!r}; this version reads {SCHEMA_VERSION}"
-        )
+    header = header_of(path)
+    lines = _lines(path.read_text(encoding="utf-8"), path)
     footers = [line for line in lines if line["kind"] == "footer"]
     return Log(
-        header=lines[0],
+        header=header,
         reported=tuple(reported_of(line) for line in lines if line["kind"] == "finding"),
         footer=footers[-1] if footers else None,
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    texts = path.read_text(encoding="utf-8").splitlines()
+def header_of(path: Path) -> dict[str, Any]:
+    """The first line of a log.
+
+    Raises:
+        LogError: the file is missing or is not a log.
+    """
+    if not path.is_file():
+        raise LogError(f"{path.parent} holds no {path.name}: not the folder of a run")
+    with path.open(encoding="utf-8") as file:
+        header = next(iter(_lines(file.readline(), path)), {})
+    if header.get("kind") != "header":
+        raise LogError(f"{path} does not begin with a header: not the log of a run")
+    if header.get("schema") != SCHEMA_VERSION:
+        raise LogError(
+            f"{path} has schema {header.get('schema')!r}; this version reads {SCHEMA_VERSION}"
+        )
+    return header
+
+
+def _lines(text: str, path: Path) -> list[dict[str, Any]]:
+    texts = text.splitlines()
     found: list[dict[str, Any]] = []
     for number, text in enumerate(texts, start=1):
         try:

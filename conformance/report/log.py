@@ -17,6 +17,7 @@ from conformance.report.lines import (
     dumps,
     finding_line,
 )
+from conformance.room import told
 from conformance.verdicts import BAD, EXIT_OK, EXIT_UNDECIDED, Verdict, exit_status
 
 
@@ -85,7 +86,7 @@ class RunLog:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self.fault = f"{error.strerror}: {self._file.name}; the log is partial"
+            self.fault = told(error, "the log is partial", self._file.name)
 
 
 def counts(reported: Sequence[Reported]) -> dict[str, int]:

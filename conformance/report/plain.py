@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conformance.report.lines import Reported, Role
-from conformance.report.text import number, shortened
+from conformance.report.words import number, shortened
 from conformance.verdicts import REFUSED, Finding, Verdict
 
 _EXPECTED = {Verdict.XFAIL: "as expected", Verdict.XPASS: "expected to fail"}

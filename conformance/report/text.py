@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from textwrap import wrap
 
 from conformance.case import Case
 from conformance.report.claims import claims_line, ledger
@@ -15,6 +14,7 @@ from conformance.report.group import CaseFailure, Family, families
 from conformance.report.lines import Log, Reported, Role
 from conformance.report.log import counts
 from conformance.report.table import matrix_text
+from conformance.report.words import WIDTH, indented, number, shortened
 from conformance.scenarios import SCENARIOS
 from conformance.verdicts import (
     BAD,
@@ -24,10 +24,6 @@ from conformance.verdicts import (
     Verdict,
     adapter_label,
 )
-
-WIDTH = 100
-LONGEST = 300
-"""Characters of a sentence that are shown; the log has all of it."""
 
 
 def report_text(log: Log) -> str:
@@ -43,14 +39,6 @@ def report_text(log: Log) -> str:
         verdict_text(log),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def shortened(text: str, longest: int = LONGEST) -> str:
-    """`text`, cut between two words if it is long."""
-    if len(text) <= longest:
-        return text
-    kept = text[:longest].rpartition(" ")[0] or text[: longest - 1]
-    return f"{kept} …"
 
 
 def labels(log: Log) -> list[str]:
@@ -197,30 +185,13 @@ def verdict_text(log: Log) -> str:
             if r.role is Role.JUDGED
         }
         far = f"{len(judged)} of {number(log.header['cases'], 'case')}"
-        return f"PARTIAL: the run did not come to its end; so far {far}: {verdicts} ({setting})"
+        told = f"PARTIAL: the run did not come to its end; so far {far}: {verdicts} ({setting})"
+        return "\n".join(indented(told, 0))
     stale = log.footer["stale_expectations"]
     seconds, status = log.footer["seconds"], log.footer["exit_status"]
     lines = [f"stale expectation, it matches no finding: {pattern}" for pattern in stale]
-    lines.append(f"{verdicts} in {seconds:.1f} s ({setting}); exit status {status}")
+    lines += indented(f"{verdicts} in {seconds:.1f} s ({setting}); exit status {status}", 0)
     return "\n".join(lines)
-
-
-def number(count: int, noun: str) -> str:
-    """``1 case``, ``2 cases``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def indented(text: str, indent: int) -> list[str]:
-    """`text` as lines of at most `WIDTH` columns, all indented."""
-    pad = " " * indent
-    return wrap(
-        text,
-        WIDTH,
-        initial_indent=pad,
-        subsequent_indent=pad,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _remarks(findings: Iterable[Finding]) -> dict[str, list[str]]:

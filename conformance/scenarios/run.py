@@ -105,7 +105,8 @@ class Run:
         scratch: a directory that all ranks share, for checkpoints.
         carrier: of states between the two jobs of a case that has two.
         recorder: sees the collectives; ``None`` in the oracle.
-        dtype: of parameters and floating inputs; float64 when the oracle measures its noise.
+        dtype: of parameters and floating inputs, when the oracle measures its noise; ``None`` is
+            the model's own.
         before_optimizer: called in every step between backward and clipping; None does nothing.
     """
 
@@ -120,7 +121,7 @@ class Run:
     scratch: Path
     carrier: Carrier
     recorder: Recorder | None = None
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     before_optimizer: Callable[[], None] | None = None
 
     # -- phases -----------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Run:
                 for tensor in (*model.parameters(), *model.buffers()):
                     if tensor.is_floating_point():
                         tensor.add_(PERTURBATION)
-        return model if self.dtype == torch.float32 else model.to(self.dtype)
+        return model if self.dtype is None else model.to(self.dtype)
 
     def build(
         self,

@@ -38,6 +38,7 @@ class Course:
         """An optimizer step, of as many micro-batches as the option accumulation says."""
         with self.run.phase(f"step {self.step}"):
             self.run.train_step(self.w, self.step, clip)
+            self.run.observe_stored(self.w, self.step)
         self.run.before_optimizer = None
         self.step += 1
 
@@ -48,6 +49,9 @@ class Course:
     def evaluate(self) -> None:
         """An evaluation, and what it leaves."""
         with self.run.phase(f"eval {self.observed}"):
+            # a forward since the last step may have changed them
+            buffers = self.run.adapter.buffers(self.w)
+            self.run.writer.write("buffers_before_eval", buffers, index=self.observed)
             self.run.evaluate(self.w, self.observed, batch=self._batch())
         self.observed += 1
 
@@ -85,6 +89,7 @@ class Course:
         with run.phase(f"step {step}"):
             run.train_on_two(w, step)
             run.observe_state(w, step)
+            run.observe_stored(w, step)
         run.before_optimizer = None
         self.step += 1
 

@@ -6,8 +6,9 @@ import difflib
 
 import pytest
 
-from conformance.adapter import CAPABILITIES, Adapter
+from conformance.adapter import Adapter
 from conformance.adapters import BUILT_IN, adapter_class, make_adapter
+from conformance.names import CAPABILITIES
 
 TORCH = sorted(name for name in BUILT_IN if name.startswith("torch."))
 VARIANTS = [(name, variant) for name in TORCH for variant in adapter_class(name).variants]

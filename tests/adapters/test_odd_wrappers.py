@@ -13,7 +13,8 @@ from conformance.false_alarms import ALARM
 from conformance.item import Item
 from conformance.matrix import Matrix
 from conformance.models import case
-from conformance.plan import Depth, plan
+from conformance.names import Depth
+from conformance.plan import plan
 from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict

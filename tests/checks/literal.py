@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conformance.adapter import CAPABILITIES, Conventions
+from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Evidence, Ledger
@@ -22,6 +22,7 @@ from conformance.checks.evidence import Mismatch
 from conformance.checks.updates import stepped
 from conformance.history import History, Observation, Phase, RankHistory
 from conformance.models import TRAITS, ModelCase
+from conformance.names import CAPABILITIES
 from conformance.optimizers import optimizer_named
 from conformance.ranks import CollectiveRecord
 from conformance.tolerance import Oracle

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance.causes import Cause
-from conformance.checks import CHECKS, Ledger
+from conformance.checks import CHECKS, Ledger, clipping
 from conformance.checks.clipping import combined, norm_of
 from conformance.checks.gradients import GRADIENTS
 from tests.checks.literal import Story, cause, training
@@ -53,6 +53,74 @@ def test_a_norm_of_the_wrong_size_is_named(factor: float, expected: Cause) -> No
     story = training()
     story.instead("grad_norm", torch.tensor(whole(story) * factor), **AT)
     assert cause("clip.norm", story) is expected
+
+
+LATER = tuple({"step": step, "p": "2", "max_norm": 1e3} for step in (2, 3))
+
+
+def _with_later_norms() -> Story:
+    """Two more steps whose gradients, and so their norms, are others."""
+    story = training()
+    before = dict(story.value("gradients", step=1))
+    for at in LATER:
+        step, factor = at["step"], 1.0 + 0.25 * at["step"]
+        story.phase(f"step {step}")
+        gradients = {n: None if g is None else g * factor for n, g in before.items()}
+        story.see("gradients", gradients, step=step)
+        story.see("gradients_of_rank", gradients, step=step)
+        story.see("grad_norm", torch.tensor(whole(story) * factor), **at)
+    return story
+
+
+def _pad(story: Story, *extra: float) -> None:
+    """Elements whose squares are `extra` count in the norms of the three steps."""
+    for at, more in zip((AT, *LATER), extra, strict=True):
+        norm = float(story.value("grad_norm", **at))
+        story.instead("grad_norm", math.sqrt(norm**2 + more), **at)
+
+
+def test_what_every_norm_has_too_much_of_is_padding() -> None:
+    story = _with_later_norms()
+    _pad(story, 3.0, 3.0, 3.0)
+    assert cause("clip.norm", story) is Cause.PADDING_COUNTED
+
+
+@pytest.mark.parametrize("extra", [(3.0, 3.1, 3.0), (3.0, 2.0, 4.0), (3.0, 0.0, 3.0), (-0.1,) * 3])
+def test_what_norms_have_too_much_of_by_turns_is_no_padding(extra: tuple[float, ...]) -> None:
+    story = _with_later_norms()
+    _pad(story, *extra)
+    assert cause("clip.norm", story) is Cause.UNEXPLAINED
+
+
+def test_one_norm_alone_tells_of_no_padding() -> None:
+    story = training()
+    story.instead("grad_norm", math.sqrt(whole(story) ** 2 + 3.0), **AT)
+    assert cause("clip.norm", story) is Cause.UNEXPLAINED
+
+
+def test_the_norm_of_gradients_that_are_wrong_themselves_has_no_padding() -> None:
+    story = _with_later_norms()
+    for at in (AT, *LATER):
+        tree = story.value("gradients", step=at["step"])
+        story.instead("gradients", {"bias": tree["bias"] + 0.25}, step=at["step"])
+        wrong = story.value("gradients", step=at["step"])
+        own = norm_of({n: wrong[n] for n in ("body", "bias")}, 2.0)
+        story.instead("grad_norm", own * (1 + 1e-7), **at)
+    assert cause("clip.norm", story) is Cause.UNEXPLAINED
+
+
+def test_a_model_that_fills_equal_parts_has_no_padding(monkeypatch) -> None:
+    monkeypatch.setattr(clipping, "_pads", lambda evidence: False)
+    story = _with_later_norms()
+    _pad(story, 3.0, 3.0, 3.0)
+    assert cause("clip.norm", story) is Cause.UNEXPLAINED
+
+
+@pytest.mark.parametrize(("shards", "pads"), [(2, True), (1, False)])
+def test_rows_that_ranks_do_not_divide_are_padded(shards: int, *, pads: bool) -> None:
+    story = training()
+    story.replicas = 2 // shards
+    assert clipping._pads(story.evidence()) is pads
 
 
 def test_a_tied_parameter_counted_per_name_is_counted_twice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from conformance.causes import Cause
 from tests.checks.literal import Story, cause, first_mismatch, training
@@ -51,6 +52,24 @@ def test_more_reduced_than_any_padding_explains_is_named() -> None:
     story = accumulating()
     story.collective("all_reduce", LAST, numel=24)  # 12 are due, 24 with every piece aligned
     assert cause("no_sync.collectives", story) is Cause.REDUCED_REPEATEDLY
+
+
+def test_more_reduced_because_frozen_parameters_have_gradients_is_named_so() -> None:
+    story = accumulating()
+    story.collective("all_reduce", LAST, numel=24)
+    story.instead("gradients", {"kept": torch.tensor([0.5, 0.5])}, step=0)
+    first = first_mismatch("no_sync.collectives", story)
+    assert first is not None
+    assert first.cause is Cause.UNEXPECTED_GRADIENT
+    assert first.sentence.endswith("; frozen kept has a gradient")
+
+
+def test_less_reduced_is_not_because_frozen_parameters_have_gradients() -> None:
+    story = without_reductions()
+    for step in range(2):
+        story.collective("all_reduce", f"step {step}/micro 2", numel=12)
+        story.instead("gradients", {"kept": torch.tensor([0.5, 0.5])}, step=step)
+    assert cause("no_sync.collectives", story) is Cause.NOT_REDUCED
 
 
 def test_a_reduction_of_a_part_is_named() -> None:

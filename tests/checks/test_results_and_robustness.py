@@ -56,6 +56,16 @@ def test_evaluation_is_compared_with_the_wrapper_itself() -> None:
     assert cause("eval.unchanged", story) is None
 
 
+def test_buffers_that_were_seen_just_before_an_evaluation_are_those_that_it_must_leave() -> None:
+    story = training()
+    moved = [{"mean": story.value("buffers", rank, step=1)["mean"] + 1.0} for rank in (0, 1)]
+    for rank in (0, 1):
+        story.instead("buffers_after_eval", moved[rank], rank=rank, index=0)
+    assert cause("eval.unchanged", story) is Cause.CHANGED_BY_EVAL
+    story.see("buffers_before_eval", *moved, index=0)
+    assert cause("eval.unchanged", story) is None
+
+
 def _taken_over(buffers: str) -> Story:
     story = training()
     story.conventions = Conventions(buffers=buffers)  # type: ignore[arg-type]

@@ -238,6 +238,29 @@ def test_after_backward_only_stepped_parameters_travel(claims, story, found) -> 
     assert cause("collectives.after_backward", story(claims)) is found
 
 
+class Single(nn.Module):
+    """Of each parameter of `Net` a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, parameter in Net().named_parameters():
+            owner, _, own = name.rpartition(".")
+            module = nn.Module() if owner else self
+            module.register_parameter(own, nn.Parameter(torch.ones(1), parameter.requires_grad))
+            if owner:
+                self.add_module(owner, module)
+
+
+@pytest.mark.parametrize(("numel", "found"), [(3, False), (4, True)])
+def test_a_norm_of_each_parameter_may_travel(numel: int, *, found: bool) -> None:
+    story = step_of(REPLICATED)
+    send(story, "all_reduce", "step 0/clip", numel)
+    ledger, judge = Ledger(), CHECKS["collectives.after_backward"].judge
+    assert judge is not None
+    judge(replace(evidence(story), model=replace(MODEL, build=Single, name="single")), ledger)
+    assert (ledger.first() is not None) is found
+
+
 @pytest.mark.parametrize("check", ["bytes", "regathered", "after_backward"])
 def test_a_step_that_did_not_end_is_not_judged(check: str) -> None:
     story = step_of()
@@ -249,6 +272,25 @@ def test_a_step_that_did_not_end_is_not_judged(check: str) -> None:
     assert judge is not None
     with pytest.raises(NotObserved, match="parameters"):
         judge(replace(whole, history=replace(whole.history, ranks=ranks)), Ledger())
+
+
+@pytest.mark.parametrize("part", ["micro 0", "both"])
+def test_of_two_forwards_at_once_nothing_is_known(part: str) -> None:
+    story = step_of(passes=1, kept=True)
+    send(story, "all_gather", f"step 0/{part}", 2)
+    due = Cause.NOT_FREED if part == "micro 0" else None
+    ledger, judge = Ledger(), CHECKS["collectives.regathered"].judge
+    assert judge is not None
+    judge(evidence(story), ledger)
+    first = ledger.first()
+    assert (None if first is None else first.cause) is due
+
+
+def test_after_a_forward_without_backward_a_step_need_not_gather() -> None:
+    plain = replace(MODEL, traits=frozenset())
+    regathered = CHECKS["collectives.regathered"]
+    assert regathered.judges(Case.of("m", "sequence", acts="dess"), plain)
+    assert not regathered.judges(Case.of("m", "sequence", acts="dmss"), plain)
 
 
 @pytest.mark.parametrize("check", ["bytes", "regathered", "after_backward"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor
 
 from conformance.adapter import Conventions
 from conformance.causes import Cause
+from conformance.checks import CHECKS, Evidence
 from conformance.checks.updates import stepped
+from conformance.judge import Judgement, Ran, judge
 from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
+from conformance.ranks import RankVerdict
+from conformance.verdicts import Verdict
 from tests.checks import literal
 from tests.checks.literal import Story, cause, first_mismatch, tied, training
 
@@ -142,6 +147,70 @@ def test_a_gradient_from_the_wrong_source_is_named(source: str, rank: int, expec
     story = training(accumulation=3)
     story.instead("gradients", story.value(source, rank, step=0), rank=0, step=0)
     assert cause("gradients.value", story) is expected
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("divided", ["before", "after", "in full"])
+def test_gradients_reduced_in_a_shorter_dtype_are_named(short: torch.dtype, divided: str) -> None:
+    story = training()
+    own = [story.value("gradients_of_rank", rank, step=1)["bias"] for rank in (0, 1)]
+    parts = [(part / 2 if divided == "before" else part).to(short) for part in own]
+    summed = parts[0] + parts[1]
+    if divided == "after":
+        summed = summed / 2
+    reduced = summed.float() / 2 if divided == "in full" else summed.float()
+    story.instead("gradients", {"bias": reduced}, step=1)
+    assert cause("gradients.value", story) is Cause.DTYPE_ROUND_TRIP
+
+
+def _weighing(weights: list[float], *, accumulation: int, step: int) -> Story:
+    """Gradients of one step in which ranks, or a rank's micro-batches, weigh as told."""
+    story = training(accumulation=accumulation)
+    what = "gradients_of_rank" if accumulation == 1 else "gradients_of_micro"
+    places = [{}] if accumulation == 1 else [{"micro": m} for m in range(accumulation)]
+    parts = [story.value(what, r, step=step, **at) for r in (0, 1) for at in places]
+    pairs = [*zip(parts, weights, strict=True)]
+    names = ("body", "bias", "head")
+    wrong = {n: sum(weight / 2 * part[n] for part, weight in pairs) for n in names}
+    story.instead("gradients", wrong, step=step)
+    return story
+
+
+@pytest.mark.parametrize(
+    ("weights", "accumulation", "step"),
+    [([0.9, 1.1], 1, 1), ([0.81, 0.9, 1.0] * 2, 3, 0), ([1.0, 1.0, 1.0, 0.0, 1.0, 1.0], 3, 0)],
+    ids=["ranks", "micro-batches", "one is missing"],
+)
+def test_parts_that_weigh_unequally_are_named(
+    weights: list[float], accumulation: int, step: int
+) -> None:
+    story = _weighing(weights, accumulation=accumulation, step=step)
+    assert cause("gradients.value", story) is Cause.UNEQUAL_WEIGHTS
+
+
+def test_a_sum_in_which_all_weigh_the_same_has_another_cause() -> None:
+    story = _weighing([1.3, 1.3], accumulation=1, step=1)
+    assert cause("gradients.value", story) is Cause.SCALED
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.7])
+def test_gradients_of_which_one_element_is_wrong_do_not_weigh_unequally(value: float) -> None:
+    story = _weighing([0.9, 1.1], accumulation=1, step=1)
+    bias = story.value("gradients", step=1)["bias"].clone()
+    bias[1] = value
+    story.instead("gradients", {"bias": bias}, step=1)
+    expected = Cause.NON_FINITE if math.isnan(value) else Cause.UNEXPLAINED
+    assert cause("gradients.value", story) is expected
+
+
+def test_what_the_first_job_saw_is_judged_by_its_number_of_ranks() -> None:
+    evidence = training().evidence()
+    history = evidence.history
+    first = dataclasses.replace(history, ranks=history.ranks * 2)
+    then = dataclasses.replace(history, jobs=(0, 2))
+    two_jobs = dataclasses.replace(evidence, first=first, history=then)
+    assert [two_jobs.world_at((phase, 9)) for phase in range(4)] == [4, 4, 2, 2]
+    assert evidence.world_at((0, 9)) == 2
 
 
 def test_a_step_by_the_norms_of_parts_is_named() -> None:
@@ -301,6 +370,95 @@ def test_the_loss_of_one_units_older_weights_is_stale(step: int, expected: Cause
 
 
 AT = {"step": 1, "micro": 0}
+
+
+def _older_in_part(*shares: float) -> Story:
+    """Losses of the second step, by rank, that part of the way to those of older weights."""
+    story = training()
+    for rank, share in enumerate(shares):
+        loss, stale = (story.value(what, rank, **AT) for what in ("loss", "stale_loss"))
+        story.instead("loss", loss + share * (stale - loss), rank=rank, **AT)
+    return story
+
+
+def test_losses_between_those_of_new_and_old_weights_are_stale_in_part() -> None:
+    first = first_mismatch("losses.value", _older_in_part(0.3, 0.6))
+    assert first is not None
+    assert first.cause is Cause.STALE
+    assert "the value of an earlier step; in part: it lies between" in first.sentence
+
+
+@pytest.mark.parametrize("shares", [(0.3, -0.2), (0.3, 1.4), (0.3, 0.0)])
+def test_losses_that_do_not_all_lie_between_are_not_stale(shares: tuple[float, float]) -> None:
+    assert cause("losses.value", _older_in_part(*shares)) is Cause.UNEXPLAINED
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ((0.0, 0.0), None),
+        ((0.4, 0.4), None),
+        ((-0.9, -0.9), None),
+        ((0.2, 0.9), Cause.STALE),
+        ((1.0, 1.0), Cause.STALE),
+        ((3.0, 3.0), Cause.UNEXPLAINED),
+    ],
+)
+def test_losses_nearer_to_those_of_older_weights_are_stale(
+    shares: tuple[float, float], expected: Cause | None
+) -> None:
+    story = _older_in_part(*shares)
+    # weights of the first step have no older ones
+    story.seen = [one for one in story.seen if one[0] != "stale_loss" or one[1]["step"] > 0]
+    assert cause("losses.fresh", story) is expected
+
+
+def test_the_first_loss_of_older_weights_is_where_they_are_found() -> None:
+    story = _older_in_part(0.2, 0.9)
+    story.instead("loss", story.value("stale_loss", 0, step=0, micro=0), rank=0, step=0, micro=0)
+    first = first_mismatch("losses.fresh", story)
+    assert first is not None
+    assert (first.where["rank"], first.where["step"], first.bound) == (0, 0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("off", "verdict"), [(0.0, Verdict.PASS), (0.04, Verdict.PASS), (0.07, Verdict.NO_POWER)]
+)
+def test_where_noise_is_as_large_as_a_step_losses_tell_nothing(
+    off: float, verdict: Verdict
+) -> None:
+    right, other = training(), training()
+    for rank in (0, 1):
+        for step in (0, 1):
+            at = {"step": step, "micro": 0}
+            loss, stale = (other.value(what, rank, **at) for what in ("loss", "stale_loss"))
+            other.instead("loss", loss + off * (stale - loss), rank=rank, **at)
+    evidence = right.evidence()
+    oracle = dataclasses.replace(evidence.oracle, nudged=other.evidence().history)
+    found = _judged_fresh(dataclasses.replace(evidence, oracle=oracle))
+    assert found.verdict is verdict
+    assert ("cannot be told" in found.sentence) is (verdict is Verdict.NO_POWER)
+
+
+def test_weights_that_move_no_loss_tell_nothing() -> None:
+    story = training()
+    story.seen = [one for one in story.seen if one[0] != "stale_loss"]
+    assert _judged_fresh(story.evidence()).verdict is Verdict.NO_POWER
+
+
+def _judged_fresh(evidence: Evidence) -> Judgement:
+    ok = Ran(verdict=RankVerdict.OK)
+    return next(
+        j for j in judge(evidence, ok, [CHECKS["losses.fresh"]]) if j.check == "losses.fresh"
+    )
+
+
+@pytest.mark.parametrize("what", ["parameters", "buffers"])
+def test_losses_after_a_wrong_step_are_not_called_stale(what: str) -> None:
+    story = _older_in_part(0.3, 0.6)
+    name, value = next(iter(story.value(what, 1, step=0).items()))
+    story.instead(what, {name: value + 1}, rank=1, step=0)
+    assert cause("losses.value", story) is Cause.UNEXPLAINED
 
 
 @pytest.mark.parametrize(("index", "expected"), [(1, Cause.NOT_LOADED), (2, Cause.UNEXPLAINED)])

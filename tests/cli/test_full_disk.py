@@ -11,18 +11,25 @@ import resource
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from conformance.cli.running import temporary_folder
+from conformance import false_alarms
+from conformance.errors import UsageError
+from conformance.false_alarms import Planned
 from conformance.item import Item
 from conformance.matrix import Matrix
 from conformance.report.lines import Reported, read_log
 from conformance.report.log import RunLog
+from conformance.report.repeated import Done, recorded
+from conformance.room import no_room, temporary_folder
+from conformance.selftest import Kill
 from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED
 from tests.cli import here
 from tests.cli.literal import header, judged
@@ -48,7 +55,7 @@ def test_a_log_without_room_is_partial_says_why_and_closes(tmp_path: Path) -> No
         with room(path.stat().st_size + 9):
             log.add(judged("FAIL"))
         log.add(judged())  # there is room again, but a line is missing
-        assert log.fault == f"File too large: {path}; the log is partial"
+        assert log.fault == no_room(path, "the log is partial", "File too large")
         assert log.finish(stale=(), seconds=1.0) == EXIT_BAD
         assert log.log.partial
     assert [one.finding.verdict for one in read_log(path).reported] == ["PASS"]
@@ -79,7 +86,10 @@ def test_a_run_without_room_for_its_log_ends_with_one_line(
     monkeypatch.setattr(Matrix, "run", run)
     done = here.command(tmp_path, *RUN, "--quiet", "--out", "out")
     path = (tmp_path / "out" / "run.jsonl").resolve()
-    assert done.stderr == f"fsdp-conformance: File too large: {path}; the log is partial\n"
+    assert done.stderr == (
+        f"fsdp-conformance: File too large: {path}; the log is partial; make room, or name another"
+        " folder by --out or TMPDIR\n"
+    )
     assert done.returncode == status
     assert len(asked) == 2  # nothing is run that could not be kept
     assert "PARTIAL: the run did not come to its end" in done.stdout
@@ -99,7 +109,8 @@ def test_a_report_without_room_is_one_line_beside_a_whole_log(tmp_path: Path, mo
     monkeypatch.setattr(ET.ElementTree, "write", full)
     done = here.command(tmp_path, *RUN, "--quiet", "--out", "out")
     path = (tmp_path / "out" / "junit.xml").resolve()
-    assert done.stderr == f"fsdp-conformance: File too large: {path}; it is partial\n"
+    told = no_room(path, "junit.xml is partial", "File too large")
+    assert done.stderr == f"fsdp-conformance: {told}\n"
     assert done.returncode == EXIT_UNDECIDED
     assert not read_log(tmp_path / "out" / "run.jsonl").partial
 
@@ -114,10 +125,59 @@ def test_a_run_that_keeps_nothing_needs_no_room_for_a_log(tmp_path: Path, monkey
     assert (done.returncode, done.stderr) == (EXIT_OK, "")
 
 
+def test_a_page_of_the_selftest_without_room_is_one_line_after_its_results(
+    tmp_path: Path, monkeypatch
+) -> None:
+    killed = SimpleNamespace(kill=Kill.KILLED)
+
+    def diagonal(*_: object, **__: object) -> list[SimpleNamespace]:
+        return [killed]
+
+    monkeypatch.setattr("conformance.cli.selftesting.diagonal", diagonal)
+    monkeypatch.setattr("conformance.cli.selftesting.kills_page", lambda *_: "page" * 99)
+    with room(9):
+        done = here.command(tmp_path, "selftest", "--device", "cpu", "--page", "page.md")
+    told = no_room("page.md", "the page is partial", "File too large")
+    assert done.stderr.splitlines()[-1] == f"fsdp-conformance: {told}"
+    assert "1 killed in" in done.stdout
+    assert done.returncode == EXIT_UNDECIDED
+
+
+def test_a_record_of_false_alarms_without_room_keeps_the_runs_before(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def judged(runs: Sequence[Planned], *, jobs: int, until: float) -> Iterator[Done]:
+        done = Done(key="", block="core", adapter="a", world=2, seed=0, cases=1, verdicts={})
+        yield replace(done, key=runs[0].key)
+        with room((tmp_path / "runs.jsonl").stat().st_size + 9):
+            yield replace(done, key=runs[1].key)
+
+    monkeypatch.setattr(false_alarms, "judged", judged)
+    arguments = ["--out", str(tmp_path), "--seeds", "1", "--block", "core"]
+    assert false_alarms.main(arguments) == EXIT_UNDECIDED
+    lost = "runs.jsonl has the runs so far, false-alarms.md is not whole"
+    told = no_room(tmp_path, lost, "File too large")
+    assert capsys.readouterr().err == f"{told}\n"
+    assert f"core/{false_alarms.REFERENCE[0]}/world=2#0" in recorded(tmp_path / "runs.jsonl")
+
+
+def test_a_temporary_folder_that_cannot_be_made_is_told_with_the_remedy(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with pytest.raises(UsageError) as refused, temporary_folder():
+        pass
+    place = str(tmp_path / "none" / "fsdp-conformance-")
+    assert str(refused.value).startswith(f"No such file or directory: {place}")
+    assert str(refused.value).endswith(
+        "; nothing was run; make room, or name another folder by --out or TMPDIR"
+    )
+
+
 def test_a_temporary_folder_goes_although_a_thread_still_writes_into_it(tmp_path: Path) -> None:
     script = """
     import threading
-    from conformance.cli.running import temporary_folder
+    from conformance.room import temporary_folder
 
     entered, left = threading.Event(), threading.Event()
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from conformance.case import Case
-from conformance.cli.fuzzing import deviation_text, where, worlds_of
+from conformance.cli.fuzzing import deviation_text, where
+from conformance.cli.options import worlds_of
 from conformance.drawing import Example
 from conformance.fuzz import Deviation
 from conformance.plan import Planned
@@ -32,7 +33,7 @@ def test_a_planted_defect_is_found_and_named(found: Done) -> None:
     assert found.returncode == 1, found.stdout + found.stderr
     first, *_ = found.stdout.splitlines()
     smallest = "drawn:1.1/sequence/accumulation=1,acts=ss,optimizer=sgd#0"
-    assert first == f"FAIL  gradients.value@torch.DistributedDataParallel/{smallest}"
+    assert first == f"FAIL  gradients.scale@torch.DistributedDataParallel/{smallest}"
     assert "cause: summed-not-averaged" in found.stdout
     assert re.search(r"\n1 example, 1 deviation, \d+ checks? passed in ", found.stdout)
     assert "examples a second (2 ranks on cpu, seed 0)" in found.stdout
@@ -44,7 +45,7 @@ def test_its_repro_line_repeats_it(tmp_path: Path, found: Done) -> None:
     line = next(x.strip() for x in found.stdout.splitlines() if " repro " in x)
     again = command(tmp_path, *shlex.split(line)[1:])
     assert again.returncode == 1, again.stdout + again.stderr
-    assert "FAIL  gradients.value@torch.DistributedDataParallel/drawn:1.1/" in again.stdout
+    assert "FAIL  gradients.scale@torch.DistributedDataParallel/drawn:1.1/" in again.stdout
 
 
 def test_a_defect_that_needs_two_ranks_is_found_among_one_and_two(
@@ -57,6 +58,60 @@ def test_a_defect_that_needs_two_ranks_is_found_among_one_and_two(
     assert "(1 or 2 ranks on cpu, seed 0)" in done.stdout
     (line,) = (x for x in done.stdout.splitlines() if " repro " in x)
     assert " --world 2 --device cpu" in line
+
+
+NOT_SHARDED = [
+    # (what it does, wrapper, what says so, of which smallest example, on how many ranks)
+    (
+        "full_copy_on_every_rank",
+        "torch.DistributedDataParallel",
+        "sharding.bytes",
+        "drawn:1.6/sequence/accumulation=1,acts=ss,optimizer=sgd",
+        2,
+    ),
+    (
+        "full_state_for_a_sharded",
+        "fsdp.fully_shard",
+        "sharding.saved",
+        "drawn:1.5/checkpoint/kind=sharded,options=default",
+        4,
+    ),
+    (
+        "gradients_reduced_whole",
+        "torch.fully_shard",
+        "collectives.bytes",
+        "drawn:1.9/sequence/accumulation=1,acts=ss,optimizer=sgd",
+        2,
+    ),
+]
+
+
+@pytest.mark.parametrize(("mutant", "adapter", "check", "case", "world"), NOT_SHARDED)
+def test_a_drawn_example_tells_who_does_not_shard(  # noqa: PLR0913 - a row's columns
+    tmp_path: Path, forkserver: None, mutant: str, adapter: str, check: str, case: str, world: int
+) -> None:
+    id = f"{check}@{adapter}/{case}#0"
+    where = ["--world", str(world), "--device", "cpu"]
+    done = command(tmp_path, "repro", id, *where, "--mutant", mutant)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.startswith(f"FAIL  {id}"), done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mutant", "adapter", "check", "variants"),
+    [
+        (*NOT_SHARDED[0][:3], ["--variant", "default"]),
+        ("full_state_for_a_sharded", "fsdp.fully_shard", "state_dict.keys", []),
+    ],
+)
+def test_who_does_not_shard_is_found_among_a_few_examples(
+    tmp_path: Path, forkserver: None, mutant: str, adapter: str, check: str, variants: list[str]
+) -> None:
+    searched = ["--examples", "8", "--device", "cpu", *variants]
+    done = command(tmp_path, "fuzz", adapter, *searched, "--mutant", mutant)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"FAIL  {check}@{adapter}/drawn:" in done.stdout, done.stdout
 
 
 def test_where_a_deviation_was_first_met_is_told_with_its_ranks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +23,7 @@ from conformance.mutants import MUTANTS
 from conformance.power import without_power
 from conformance.probes import claim_finding, probed_capabilities
 from conformance.report.lines import Role
+from conformance.room import no_room
 from conformance.session import OracleFailed
 from conformance.subject import Subject
 from conformance.verdicts import Finding, Verdict
@@ -93,6 +96,18 @@ def test_the_baseline_is_asked_only_about_wrong_results(found: Finding, case: st
         pytest.fail(f"asked about {same}")
 
     assert weigh(item(case=case), [found], never) == [found]
+
+
+# -- faults of ours ---------------------------------------------------------------------------
+
+
+def test_a_case_without_room_on_the_disk_names_the_file_and_the_remedy() -> None:
+    def full(same: Item) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "histories/case.json")
+
+    (found,) = matrix(histories=full).judge(item())
+    assert found.verdict is Verdict.ERROR
+    assert found.sentence == no_room("histories/case.json", "the case was not run to its end")
 
 
 # -- power ------------------------------------------------------------------------------------
@@ -219,7 +234,7 @@ def models_by_thread(monkeypatch, models: Sequence[str]) -> list[list[str]]:
     both = threading.Barrier(2)
 
     def histories(item: Item) -> Path:
-        both.wait(timeout=20)
+        both.wait(timeout=120)
         taken.setdefault(threading.get_ident(), set()).add(item.planned.case.model)
         return Path("history")
 

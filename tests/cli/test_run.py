@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -52,9 +53,11 @@ CASE = "mlp/train/accumulation=1,optimizer=sgd"
 SELECTION = ["--variant", "default", "--case", CASE, "--device", "cpu", "--jobs", "1"]
 Done = subprocess.CompletedProcess[str]
 CHECKS = ["--check", "clip.*"]
+PATIENCE = 120.0
+"""Seconds after which something does not come about any more."""
 
 
-def command(folder: Path, *arguments: str, timeout: float = 240) -> Done:
+def command(folder: Path, *arguments: str, timeout: float = 900) -> Done:
     return subprocess.run(
         [sys.executable, "-m", "conformance", *arguments],
         cwd=folder,
@@ -146,8 +149,8 @@ def test_recheck_sees_a_changed_history(folder: Path, log: Log, tmp_path: Path, 
     recheck_command(copy)
     shown = capsys.readouterr().out.splitlines()
     changed = [line for line in shown if line.startswith("changed: ")]
-    assert [line.partition("  ")[2].split("@")[0].strip() for line in changed] == ["clip.gradients"]
-    assert changed[0].endswith("the wrapper's run lacks clipped {'step': 1} was not observed")
+    (own,) = [line for line in changed if " clip.gradients@" in line]  # others may name it
+    assert "the wrapper's run lacks clipped {'step': 1} was not observed" in own
 
 
 @pytest.mark.usefixtures("forkserver")
@@ -164,6 +167,13 @@ def test_the_repro_line_of_a_failure_repeats_it(folder: Path, log: Log) -> None:
     assert failed.id not in others
     assert asked.startswith(f"FAIL  {failed.id}\n      {failed.sentence[:60]}")
     assert f"cause: {failed.cause}" in asked
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.1)
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -190,13 +200,11 @@ def test_an_interrupt_leaves_a_partial_log_and_no_rank(
         text=True,
     )
     stuck = folder / "slow" / "histories" / "mine_Late[slow]"
-    deadline = time.monotonic() + 120
-    while not list(stuck.glob("*/rank0.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: list(stuck.glob("*/rank0.jsonl")) != [])
     assert processes_of(tmp_path) or sys.platform != "linux"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert processes_of(tmp_path) == []  # it told the forkserver the folder
+    _, errors = process.communicate(timeout=PATIENCE)
+    wait_for(lambda: processes_of(tmp_path) == [])  # it told the forkserver the folder
     assert process.returncode == 130, errors
     assert errors.splitlines()[-1].endswith("run.jsonl is partial")
     assert not list(stuck.glob("*/case.json"))  # that its ranks were ended is not a finding

@@ -11,11 +11,12 @@ import expecttest
 import pytest
 
 from conformance.causes import Cause
-from conformance.cli.repeating import comparison_text
+from conformance.cli.repeating import Again, comparison_text
 from conformance.report.detail import repeated_text
 from conformance.report.lines import Reported, Role, finding_line
 from conformance.report.plain import case_lines, finding_text
-from conformance.report.text import WIDTH, report_text, shortened
+from conformance.report.text import report_text
+from conformance.report.words import WIDTH, shortened
 from conformance.verdicts import Finding
 from tests.cli.literal import ADAPTER, CASE, control, finding, judged, log_of
 
@@ -109,10 +110,10 @@ def test_what_was_asked_for_is_told_first_and_what_was_not_seen_is_counted() -> 
         "      step: 2\n      traceback:\n        Traceback (most recent call last):\n"
         "          File mine.py\n        KeyError: 1\n"
     )
-    assert [line.split("@")[0].strip() for line in others.splitlines()] == [
-        "FAIL        run.completed",
-        f"PASS        {ADAPTER}/{CASE}#0  1 check",
-        "1 BLOCKED, 1 UNSUPPORTED",
+    assert others.splitlines() == [
+        "  FAIL        run.completed  phase 'step 2' raised on rank 1: KeyError: 1",
+        "  PASS        1 check",
+        "  1 BLOCKED, 1 UNSUPPORTED",
     ]
     assert "traceback" not in repeated_text(found, "losses.value")
 
@@ -126,7 +127,7 @@ def test_what_was_asked_for_is_told_first_and_what_was_not_seen_is_counted() -> 
 )
 def test_a_recheck_says_how_much_it_compared(findings: list[Reported], told: str) -> None:
     log = log_of(findings)
-    assert comparison_text(log, log, 0) == told
+    assert comparison_text(log, Again(log=log)) == told
 
 
 def test_what_is_like_no_known_defect_stands_behind_what_is() -> None:
@@ -134,6 +135,13 @@ def test_what_is_like_no_known_defect_stands_behind_what_is() -> None:
     text = report_text(log_of([unknown, Reported(finding=scaled("tiny/train"))]))
     assert text.startswith("FAIL  gradients.scale@")
     assert "FAIL  parameters.end@" in text
+
+
+def test_a_rank_that_died_is_told_before_what_was_wrong_until_then() -> None:
+    died = judged("CRASH", "run.completed", cause=Cause.CRASHED, sentence="died", moment=(9, 0))
+    text = report_text(log_of([Reported(finding=scaled()), died]))
+    assert text.startswith("CRASH  run.completed@")
+    assert "1 later check: gradients.scale" in text
 
 
 def test_a_baseline_other_than_the_oracle_is_named() -> None:

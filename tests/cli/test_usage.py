@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from conformance import machine
-from conformance.checks import CHECKS, PROFILES
+from conformance.checks import CHECKS
 from conformance.cli import main
-from conformance.cli.app import WITH_RANKS
+from conformance.cli.app import WithRanks, app
 from conformance.cli.running import _folder
 from conformance.errors import UsageError
-from conformance.header import versions
 from conformance.machine import default_jobs, device_for, notes
 from conformance.models import drawn
+from conformance.names import PROFILES
 from conformance.scenarios.sequence import ACTS
 from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNDECIDED, EXIT_USAGE
+from conformance.versions import versions
 
 RUN = ["run", "torch.fully_shard"]
 
@@ -49,6 +50,7 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--world", "0"], "--world 0: a run needs at least 1 rank"),
         ([*RUN, "--world", "two"], "--world"),
         ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu? known: auto, cpu"),
+        (["selftest", "--page", "none/page.md"], "--page none/page.md: there is no folder none"),
         ([*RUN, "--jobs", "0"], "--jobs 0: at least 1"),
         ([*RUN, "--seed", "-1"], "--seed -1: at least 0"),
         (["fuzz", "torch.fully_shard", "--seed", "-1"], "--seed -1: at least 0"),
@@ -117,13 +119,28 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_of_torchrun_are_told_to_stay_away(monkeypatch, capsys) -> None:
+STARTS_RANKS = {
+    "run": ["torch.fully_shard"],
+    "fuzz": ["torch.fully_shard"],
+    "selftest": [],
+    "repro": ["losses.value@torch.fully_shard/mlp/train#0"],
+}
+
+
+@pytest.mark.parametrize("name", STARTS_RANKS)
+def test_ranks_of_torchrun_are_told_to_stay_away(monkeypatch, capsys, name: str) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in sorted(WITH_RANKS):
-        assert command(monkeypatch, name, "torch.fully_shard") == EXIT_USAGE
-        assert "start it once, without torchrun, and with --world 2" in capsys.readouterr().err
-    assert command(monkeypatch, "list", "checks") == 0
+    assert command(monkeypatch, name, *STARTS_RANKS[name]) == EXIT_USAGE
+    assert "start it once, without torchrun, and with --world 2" in capsys.readouterr().err
+
+
+def test_what_starts_no_ranks_may_be_one_of_several(monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command(monkeypatch, "list", "capabilities") == 0
+    starting = [c.callback.__name__ for c in app.registered_commands if c.cls is WithRanks]
+    assert sorted(starting) == sorted(STARTS_RANKS)
 
 
 ADAPTERS = """
@@ -377,10 +394,25 @@ def test_every_list_has_names_as_text_and_as_json(monkeypatch, capsys, what: str
     assert max(len(line) for line in lines) <= 100
 
 
+def test_a_check_is_listed_with_what_it_needs_all_of_and_one_of(monkeypatch, capsys) -> None:
+    assert command(monkeypatch, "list", "checks", "--json") == 0
+    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    needs = {id: (row["needs"], row["needs one of"]) for id, row in rows.items()}
+    assert needs == {
+        check.id: (", ".join(sorted(check.needs)), ", ".join(sorted(check.any_of)))
+        for check in CHECKS.values()
+    }
+    assert needs["sharding.saved"] == ("", "shard.optimizer, shard.parameters")
+    assert command(monkeypatch, "list", "checks") == 0
+    shown = capsys.readouterr().out
+    assert "\nsharding.saved\n    profile: checkpoint\n    needs one of: shard.optimizer," in shown
+
+
 def test_every_letter_of_a_drawn_id_is_explained(monkeypatch, capsys) -> None:
     assert command(monkeypatch, "list", "letters", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     letters = [f"act {act}" for act in ACTS]
+    letters += [f"model {letter}" for letter in drawn.MODEL_LETTERS]
     letters += [f"layer {letter}" for letter in drawn.LAYER_LETTERS]
     letters += [f"unit {letter}" for letter in drawn.UNIT_LETTERS]
     assert [row["letter"] for row in rows] == letters
@@ -414,10 +446,15 @@ def test_the_help_of_run_names_every_profile_and_what_depth_is_taken(monkeypatch
     assert "how far options are crossed; without it wide for the first variant" in shown
 
 
-def test_a_folder_that_cannot_be_made_is_said_to_be(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"), [("file/x", "Not a directory"), ("x" * 300, "File name too long")]
+)
+def test_a_folder_that_cannot_be_made_is_said_to_be(
+    tmp_path: Path, monkeypatch, capsys, name: str, why: str
+) -> None:
     (tmp_path / "file").write_text("")
-    assert command(monkeypatch, *RUN, "--out", str(tmp_path / "file" / "x")) == EXIT_USAGE
-    assert "file/x: cannot make the folder: Not a directory" in capsys.readouterr().err
+    assert command(monkeypatch, *RUN, "--out", str(tmp_path / name)) == EXIT_USAGE
+    assert f"{name}: cannot make the folder: {why}" in capsys.readouterr().err
 
 
 def test_a_fault_of_ours_has_a_status_of_its_own(monkeypatch, capsys) -> None:

@@ -6,19 +6,18 @@ from itertools import chain, product
 
 import pytest
 
-from conformance.adapter import CAPABILITIES
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.checks.registry import TRAINING
 from conformance.errors import UsageError
 from conformance.models import cases
+from conformance.names import CAPABILITIES, Depth
 from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
 from conformance.plan import (
     CHECKPOINTS,
     SHOWN_BY,
     TRAININGS,
-    Depth,
     every_case,
     plan,
     plan_probes,

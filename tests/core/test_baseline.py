@@ -13,16 +13,17 @@ from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.checks import CHECKS
 from conformance.execute import (
-    ORACLE_RUNS,
     OracleRequest,
+    baseline_runs,
     oracle_runs,
     run_baseline,
     run_oracle,
 )
 from conformance.history import History, as_tensor
+from conformance.names import BASELINES
 from conformance.preload import PRELOAD
 from conformance.ranks import Job, RankPool, RankVerdict
-from conformance.session import BASELINES, Session, Setting
+from conformance.session import Session, Setting
 from conformance.subject import Subject
 from conformance.tolerance import Oracle, distance
 from conformance.verdicts import Finding, Verdict
@@ -57,7 +58,7 @@ def truths(pool: RankPool, directory: Path, case: str, conventions: Conventions)
         )
         outcome = pool.run(Job.of(program, request=request), timeout=120)
         assert outcome.verdict is RankVerdict.OK, [r and r.traceback for r in outcome.reports]
-        runs = oracle_runs(conventions, 2) if program is run_oracle else ORACLE_RUNS
+        runs = oracle_runs(conventions, 2) if program is run_oracle else baseline_runs()
         histories = {run: History.read(directory / name / run, 2) for run in runs}
         found.append(Oracle(**{"reversed": histories["reference"], **histories}))
     return found

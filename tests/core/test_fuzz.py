@@ -9,18 +9,22 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
-from conformance.adapter import CAPABILITIES
+from conformance.adapter import Adapter, Conventions
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS
+from conformance.checks.sharding import needed
 from conformance.cli.fuzzing import Judged
 from conformance.drawing import Example, examples
 from conformance.expectations import Expectations
-from conformance.fuzz import ROUND, Judge, Search, kind_of
+from conformance.fuzz import ROUND, Judge, Search, is_refusal, kind_of
 from conformance.matrix import Matrix
 from conformance.models import case
+from conformance.names import CAPABILITIES
+from conformance.plan import judges
 from conformance.report.lines import Reported
 from conformance.scenarios.sequence import ACTS
 from conformance.session import Session, Setting
@@ -37,12 +41,15 @@ SUBJECTS = (
 )
 
 
+def claiming(claims: frozenset[str] | None = None, subject: Subject = SUBJECTS[0]) -> Adapter:
+    """An adapter with all claims, or with these."""
+    adapter = make_adapter(subject.adapter, subject.variant)[0]
+    adapter.capabilities = frozenset(CAPABILITIES) if claims is None else claims
+    return adapter
+
+
 def search(judge: Judge, number: int = 150, claims: frozenset[str] | None = None) -> Search:
-    subjects = []
-    for subject in SUBJECTS:
-        adapter = make_adapter(subject.adapter, subject.variant)[0]
-        adapter.capabilities = frozenset(CAPABILITIES) if claims is None else claims
-        subjects.append((subject, adapter))
+    subjects = [(subject, claiming(claims, subject)) for subject in SUBJECTS]
     strategy = examples(subjects, list(CHECKS.values()), [1, 2, 4])
     return Search(judge=judge, strategy=strategy, examples=number)
 
@@ -77,7 +84,7 @@ def test_a_right_wrapper_is_judged_as_often_as_was_asked_for() -> None:
     assert not list(found.deviations())
     assert found.tried == len(judged) == 200
     assert len(set(judged)) > 130
-    for word in ("sequence", "checkpoint", "(", ")r", ")f"):
+    for word in ("sequence", "checkpoint", "(", ")r", ")f", "d."):
         assert any(word in each for each in judged), word
     # two replicas need two ranks; every other variant meets every world
     worlds = ("of 1 rank", "of 2 ranks", "of 4 ranks")
@@ -258,6 +265,81 @@ def test_each_world_has_ranks_of_its_own_that_are_kept(
     }
     assert len({id(session) for session, *_ in ran}) == 3
     assert judged.faults
+
+
+def test_refused_examples_are_counted_but_not_those_of_shrinking() -> None:
+    refused: list[Example] = []
+
+    def judge(item: Example) -> Sequence[Finding]:
+        if ")f" in str(item):
+            return [finding(item, Verdict.FAIL)]
+        refused.append(item)
+        return [finding(item, Verdict.UNSUPPORTED, check="run.completed", cause=None)]
+
+    looking = search(judge, 40)
+    (met,) = looking.deviations()
+    assert (met.tried - 1) <= looking.refused < looking.tried == 40
+    assert looking.refused < len(refused)
+    assert not any(map(is_refusal, [finding(met.example, Verdict.UNSUPPORTED)]))
+
+
+def tells(item: Example) -> bool:
+    """Whether a copy on every rank takes more bytes than shards."""
+    parameters = list(case(item.planned.case.model).build().parameters())
+    size = parameters[0].element_size()
+    whole = size * sum(parameter.numel() for parameter in parameters)
+    shapes = [tuple(parameter.shape) for parameter in parameters]
+    return needed(shapes, size, item.world) < item.world * whole
+
+
+def test_a_short_search_has_examples_that_tell_what_is_not_sharded() -> None:
+    """Measured: 3 to 14 of 25, of the seeds from 0 to 19."""
+    met: list[int] = []
+    for seed in range(3):
+        judged: list[Example] = []
+        strategy = examples([(SUBJECTS[0], claiming())], list(CHECKS.values()), [1, 2, 4])
+
+        def judge(item: Example, judged: list[Example] = judged) -> Sequence[Finding]:
+            judged.append(item)
+            return []
+
+        list(Search(judge=judge, strategy=strategy, examples=25, seed=seed).deviations())
+        bytes_are_judged = [
+            item for item in judged if CHECKS["sharding.bytes"] in item.planned.checks
+        ]
+        met.append(sum(tells(item) for item in bytes_are_judged))
+    assert min(met) > 2
+
+
+def test_a_drawn_sequence_is_judged_by_what_judges_a_training() -> None:
+    model = case("drawn:6.(7b.5n).3")
+    acts = Case.of(model.name, "sequence", acts="dess", accumulation=3)
+    training = Case.of(model.name, "train", accumulation=3)
+    assert set(judges(training, model, [*CHECKS.values()])) == set(
+        judges(acts, model, [*CHECKS.values()])
+    )
+
+
+@pytest.mark.parametrize("declared", ["parameter", "float64", "bfloat16"])
+def test_models_in_float64_are_for_who_is_told_no_dtypes(declared: str) -> None:
+    adapter = claiming()
+    adapter.conventions = Conventions(reduced_as=declared)  # type: ignore[arg-type]
+    drawn: set[bool] = set()
+
+    def judge(item: Example) -> Sequence[Finding]:
+        drawn.add(case(item.planned.case.model).dtype == torch.float64)
+        return []
+
+    strategy = examples([(SUBJECTS[0], adapter)], list(CHECKS.values()), [1])
+    list(Search(judge=judge, strategy=strategy, examples=60).deviations())
+    assert drawn == ({False, True} if declared == "parameter" else {False})
+
+
+def test_what_is_wrong_in_float64_alone_is_shown_in_it_and_all_else_in_float32() -> None:
+    (double,) = search(wrong_if(("d.", {}))).deviations()
+    assert double.example.planned.case.model == "drawn:1d.1"
+    (any_dtype,) = search(wrong_if(("drawn:", {}))).deviations()
+    assert any_dtype.example.planned.case.model == "drawn:1.1"
 
 
 def test_only_what_is_claimed_is_asked_for() -> None:

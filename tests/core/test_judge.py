@@ -1,4 +1,7 @@
-"""How a case is judged whose ranks did not come to its end. Literal histories, no ranks."""
+"""How a case is judged as a whole: ranks that did not come to its end, and what follows from what.
+
+Literal histories, no ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance.causes import Cause
 from conformance.checks import CHECKS
-from conformance.judge import Ran, judge
+from conformance.checks.evidence import Evidence
+from conformance.judge import Judgement, Ran, judge
 from conformance.ranks import Outcome, RankVerdict
+from conformance.room import no_room
 from conformance.session import ran as ran_of
 from conformance.verdicts import Verdict
-from tests.checks.literal import training
+from tests.checks.literal import Story, training
 
 FULL = "SafetensorError: I/O error: No space left on device (os error 28)"
 QUOTA = "OSError: [Errno 122] Disk quota exceeded: '/checkpoints/3'"
@@ -94,6 +100,130 @@ def test_what_goes_wrong_on_a_full_disk_says_so(
         exits=(None,),
     )
     found = ran_of(outcome, tmp_path / "histories")
-    added = f"; No space left on device: {tmp_path / full}" if told else ""
+    added = f"; {no_room(tmp_path / full, 'what the ranks recorded is partial')}" if told else ""
     assert found.sentence == outcome.sentence + added
     assert found.no_room == told
+
+
+def _broken_off(
+    story: Story, *, phase: str, died: int = 1, error: str = "RuntimeError: closed"
+) -> Evidence:
+    """Rank `died` never ends `phase`, and its peer raises there; what came before stays."""
+    evidence = story.evidence()
+    ranks = []
+    for history in evidence.history.ranks:
+        last = next(p for p in history.phases if p.name == phase)
+        end = replace(last, ended=False) if history.rank == died else replace(last, error=error)
+        seen = tuple(
+            o
+            for o in history.observations
+            if o.moment[0] < last.ordinal or (history.rank != died and o.what == "loss")
+        )
+        phases = (*history.phases[: last.ordinal], end)
+        ranks.append(replace(history, phases=phases, observations=seen))
+    return replace(evidence, history=replace(evidence.history, ranks=tuple(ranks)))
+
+
+@pytest.mark.parametrize("verdict", ["CRASH", "HANG", "DESYNC"])
+def test_that_a_rank_died_is_first_and_its_peers_are_not_judged_from_there_on(
+    verdict: str,
+) -> None:
+    story = training(steps=2)
+    story.instead("parameters", {"bias": torch.tensor([9.0, 8.0, 7.5])}, step=0)
+    for rank in (0, 1):
+        story.instead("loss", torch.tensor(99.0 - rank), rank=rank, step=1, micro=0)
+    ran = Ran(verdict=RankVerdict(verdict), sentence="rank 1 went away", reported=False)
+    names = ("losses.value", "parameters.first_step", "gradients.value", "clip.norm")
+    checks = [CHECKS[name] for name in names]
+    found = judge(_broken_off(story, phase="step 1"), ran, checks)
+    place = 0 if verdict == "CRASH" else 1  # what else was wrong before is told before
+    ended, others = found[place], found[:place] + found[place + 1 :]
+    assert (ended.check, ended.verdict, ended.sentence) == ("run.completed", verdict, ran.sentence)
+    assert ended.moment == (2, 0)
+    said = {one.check: (one.verdict, one.sentence) for one in others}
+    assert said.pop("parameters.first_step")[0] is Verdict.FAIL  # was seen before
+    assert set(said.values()) == {(Verdict.BLOCKED, ran.sentence)}
+
+
+def test_a_run_breaks_off_where_the_first_rank_does() -> None:
+    story = training()
+    whole, broken = story.evidence().history.ranks[0], _broken_off(story, phase="step 0")
+    phases = (*whole.phases[:-1], replace(whole.phases[-1], error="RuntimeError: closed"))
+    ranks = (replace(whole, phases=phases), broken.history.ranks[1])
+    ran = Ran(verdict=RankVerdict.HANG, sentence="rank 1 never came")
+    evidence = replace(broken, history=replace(broken.history, ranks=ranks))
+    (completed,) = judge(evidence, ran, [])
+    assert completed.moment == (1, 0)
+
+
+def test_a_rank_that_exits_says_where_it_did() -> None:
+    evidence = _broken_off(training(), phase="step 0", error="SystemExit: 3")
+    ran = Ran(verdict=RankVerdict.CRASH, sentence="rank 0 died without a report (exit 3)")
+    (completed,) = judge(evidence, ran, [])
+    told = "phase 'step 0' raised on rank 0: SystemExit: 3; rank 0 died without a report (exit 3)"
+    assert completed.sentence == told
+
+
+def test_lost_records_of_a_broken_run_are_not_called_collectives_never_issued() -> None:
+    evidence = training().evidence()
+    silent = [replace(h, collectives=()) for h in evidence.history.ranks]
+    evidence = replace(evidence, history=replace(evidence.history, ranks=tuple(silent)))
+    found = {}
+    for verdict in (RankVerdict.OK, RankVerdict.DESYNC):
+        ran = Ran(verdict=verdict, sentence="rank 0 entered another one")
+        judged = judge(evidence, ran, [CHECKS["tied.one"]])
+        found[verdict] = next(j for j in judged if j.check == "tied.one")
+    assert found[RankVerdict.OK].sentence == "rank 0 issued no collective"
+    blocked = found[RankVerdict.DESYNC]
+    assert (blocked.verdict, blocked.sentence) == (Verdict.BLOCKED, "rank 0 entered another one")
+
+
+OK = Ran(verdict=RankVerdict.OK)
+
+
+def _judged(story: Story, *names: str) -> list[Judgement]:
+    found = judge(story.evidence(), OK, [CHECKS[name] for name in names])
+    return [one for one in found if one.check != "run.completed"]
+
+
+def test_what_is_computed_from_a_wrong_value_follows_from_it() -> None:
+    story = training(steps=2)
+    story.instead("gradients", {"bias": torch.tensor([7.0, -3.0, 0.1])}, step=0)
+    story.instead("loss", torch.tensor(1.2345), rank=1, step=1, micro=0)
+    story.instead("parameters", {"bias": torch.tensor([7.0, -3.0, 0.1])}, step=1)
+    first, loss, end = _judged(story, "parameters.end", "losses.value", "gradients.value")
+    assert (first.check, first.cause) == ("gradients.value", Cause.UNEXPLAINED)
+    assert "first" not in first.where
+    assert (loss.check, end.check) == ("losses.value", "parameters.end")
+    for one in (loss, end):
+        assert (one.verdict, one.cause) == (Verdict.FAIL, Cause.FOLLOWS)
+        assert one.sentence.endswith(": follows from what gradients.value found")
+        assert one.where["first"] == "gradients.value"
+
+
+def test_a_later_cause_of_its_own_is_kept_and_says_what_came_before() -> None:
+    story = training(steps=2)
+    story.instead("gradients", {"bias": torch.tensor([7.0, -3.0, 0.1])}, step=0)
+    story.instead("parameters", story.value("parameters", step=0), step=1)
+    _, end = _judged(story, "parameters.end", "gradients.value")
+    assert end.cause is Cause.STALE
+    assert end.sentence.endswith("the value of an earlier step (after gradients.value)")
+
+
+def test_no_value_follows_from_what_is_sent() -> None:
+    story = training(steps=2, accumulation=2)
+    story.collective("all_reduce", "step 0/micro 0")
+    story.instead("loss", torch.tensor(1.2345), rank=1, step=1, micro=0)
+    sent, loss = _judged(story, "losses.value", "no_sync.collectives")
+    assert (sent.check, sent.cause) == ("no_sync.collectives", Cause.REDUCED_IN_NO_SYNC)
+    assert (loss.check, loss.cause) == ("losses.value", Cause.UNEXPLAINED)
+
+
+def test_what_is_sent_after_a_wrong_value_is_no_consequence_but_says_what_came_before() -> None:
+    story = training(steps=2, accumulation=2)
+    story.instead("loss", torch.tensor(1.2345), rank=1, step=0, micro=0)
+    story.collective("all_reduce", "step 1/micro 0")
+    loss, sent = _judged(story, "losses.value", "no_sync.collectives")
+    assert (loss.check, sent.check) == ("losses.value", "no_sync.collectives")
+    assert sent.cause is Cause.REDUCED_IN_NO_SYNC
+    assert sent.where["first"] == "losses.value"

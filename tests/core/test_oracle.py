@@ -76,6 +76,14 @@ def test_a_run_with_the_other_order_is_made_where_the_order_makes_a_difference(
     assert ("reversed" in oracle_runs(conventions, world)) == differ
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_model_in_float64_has_a_run_in_float32_for_one_in_float64(world: int) -> None:
+    plain = oracle_runs(Conventions(), world)
+    double = oracle_runs(Conventions(), world, dtype=torch.float64)
+    assert [each.replace("double", "single") for each in plain] == list(double)
+    assert [run.dtype for run in double.values()].count(torch.float32) == 1
+
+
 def test_three_micro_batches_are_the_mean_of_their_gradients() -> None:
     oracle, batches = virtual(2), data(6)
     w = oracle.build(linear(), SGD, CONFIG)

@@ -116,7 +116,7 @@ def test_the_ranks_of_the_first_job_stay_where_they_are_asked_for() -> None:
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory, forkserver: None) -> Iterator[Session]:
     directory = tmp_path_factory.mktemp("resume")
-    with Session(Setting(directory=directory, world=1, timeout=60.0)) as made:
+    with Session(Setting(directory=directory, world=1, timeout=240.0)) as made:
         yield made
 
 
@@ -220,7 +220,7 @@ def test_more_ranks_than_devices_are_unsupported(
 def test_both_faces_resume_with_other_ranks(
     tmp_path: Path, adapter: str, kind: str, ranks: str, baseline: str
 ) -> None:
-    with Session(Setting(directory=tmp_path, baseline=baseline, timeout=120)) as session:
+    with Session(Setting(directory=tmp_path, baseline=baseline, timeout=240)) as session:
         case = Case.of("uneven", "resume", kind=kind, ranks=ranks)
         found = judged(session, Subject(adapter=adapter), case)
     assert {finding.verdict for finding in found.values()} == {Verdict.PASS}

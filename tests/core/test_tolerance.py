@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from conformance.adapter import Conventions
 from conformance.causes import Cause
 from conformance.execute import (
-    LOW_RUNS,
+    ORACLE_RUNS,
     OracleRequest,
     VirtualWriter,
+    oracle_runs,
     run_truth,
     virtual_batches,
 )
@@ -23,7 +24,7 @@ from conformance.explain import explain
 from conformance.history import History, Observation, RankHistory, as_tensor
 from conformance.oracle import VirtualRanks
 from conformance.scenarios.carriers import Held
-from conformance.tolerance import FACTOR, ULPS, Oracle, distance
+from conformance.tolerance import FACTOR, FEW, ULPS, Oracle, distance
 
 
 def one(value: torch.Tensor) -> History:
@@ -48,6 +49,16 @@ def test_the_bound_is_the_noise_times_a_fixed_factor() -> None:
 def test_without_noise_the_bound_is_a_few_units_in_the_last_place() -> None:
     bound = oracle(3.0, 3.0, 3.0).bound(0, "loss", {"step": 0})
     assert bound == pytest.approx(ULPS * torch.finfo(torch.float32).eps * 3.0, rel=1e-6)
+
+
+def test_of_a_model_in_float64_noise_is_seen_in_float32_and_counts_as_much_less() -> None:
+    reference = one(torch.tensor(1.0, dtype=torch.float64))
+    single = one(torch.tensor(1.0 - 2**-10))
+    noisy = Oracle(reference=reference, single=single, reversed=reference)
+    floor = ULPS * 2**-52
+    assert noisy.bound(0, "loss", {"step": 0}) == pytest.approx(
+        FACTOR * 2**-10 * 2**-29 + floor, rel=1e-6
+    )
 
 
 def of_ranks(*steps: list[float]) -> History:
@@ -80,6 +91,33 @@ def test_every_value_has_a_bound_of_its_own_and_ranks_share_that_of_a_shared_one
     tiny = 1e-4
     assert bounds[0] == pytest.approx([0.0, FACTOR * 2.0], abs=tiny)
     assert bounds[1] == pytest.approx([FACTOR * 0.5, FACTOR * 2.0], abs=tiny)
+
+
+def gradients(*steps: list[float] | None) -> History:
+    """Gradients of ``w`` at step 0, 1, …, none where it was not used."""
+    made = tuple(
+        Observation(
+            what="gradients",
+            where={"step": step},
+            value={"w": None if value is None else torch.tensor(value)},
+            moment=(0, step),
+        )
+        for step, value in enumerate(steps)
+    )
+    return History(ranks=(RankHistory(rank=0, observations=made),), virtual=True)
+
+
+@pytest.mark.parametrize(("elements", "expected"), [(1, 0.5), (FEW, 0.5), (FEW + 1, 0.0)])
+@pytest.mark.parametrize("low", [False, True])
+def test_of_few_elements_the_noise_is_that_of_the_noisiest_step(
+    elements: int, expected: float, *, low: bool
+) -> None:
+    made = gradients([0.0] * elements, None, [0.0] * elements)
+    other = gradients([0.5] * elements, None, [0.0] * elements)
+    oracle = Oracle(reference=made, double=other, reversed=made, nudged=made if low else None)
+    first, last = (oracle.bound(0, "gradients", {"step": step}, "w") for step in (0, 2))
+    assert first == FACTOR * 0.5
+    assert last == (0.0 if low else FACTOR * expected)
 
 
 GROUP = {"betas": [0.9, 0.99], "momentum": 0.5}
@@ -167,7 +205,7 @@ def low_run(directory: Path, dtype: str, name: str, *, seed: int | None = None) 
         seed=0,
         directory=str(directory),
     )
-    flavour, cpu = LOW_RUNS[name], torch.device("cpu")
+    flavour, cpu = ORACLE_RUNS[name], torch.device("cpu")
     truth = VirtualRanks(
         2, conventions, frozenset(), seed=0, reverse=flavour.reverse, nudge=flavour.nudge
     )
@@ -199,7 +237,8 @@ def test_losses_of_other_roundings_are_within_their_bounds_and_those_of_defects_
 
     With a bound from each loss alone the correct ones come to 1.4 and 5.5 times theirs.
     """
-    oracle = Oracle(**{name: low_run(tmp_path, dtype, name) for name in LOW_RUNS})
+    runs = oracle_runs(Conventions(computes_as=dtype), 3)
+    oracle = Oracle(**{name: low_run(tmp_path, dtype, name) for name in runs})
     for seed in range(11, 17):
         found = ratios(oracle, low_run(tmp_path, dtype, "nudged", seed=seed))
         assert 0.0 < max(found) < 0.5

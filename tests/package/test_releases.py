@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from conformance import releases as module
-from conformance.checks import CHECKS, PROFILES
+from conformance.checks import CHECKS
 from conformance.errors import UsageError
+from conformance.names import PROFILES
 from conformance.plan import select_checks
 from conformance.releases import definition_hash, header_row, ids_of, release_of, releases, today
 

@@ -97,7 +97,7 @@ def found_in(files: list[str]) -> set[str]:
         "no:cacheprovider",
     ]
     listed = subprocess.run(
-        [*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
     collected = {line.strip() for line in listed.stdout.splitlines() if "::" in line}
     assert collected, listed.stdout + listed.stderr

@@ -13,9 +13,15 @@ import pytest
 
 import conformance
 from conformance import Adapter, parametrize_with_checks
+from conformance.causes import Cause
 from conformance.errors import UsageError
 from conformance.expectations import Expectation, Expectations
+from conformance.names import Depth
 from conformance.parametrize import settle
+from conformance.report.lines import Role
+from conformance.report.words import WIDTH
+from conformance.scenarios import SCENARIOS
+from conformance.work import Selection, work_of
 from tests.cli.literal import judged
 
 NAMED = [name for name in conformance.__all__ if name != "CAPABILITIES"]
@@ -86,7 +92,7 @@ def start(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**environment, "BUILT": str(project / "built")},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 
@@ -156,9 +162,60 @@ def test_one_run_of_a_case_serves_all_tests(
     assert len(histories) == len(cases)
 
 
-def test_a_wrong_name_is_an_error_of_the_decorator() -> None:
-    with pytest.raises(UsageError, match="no model 'mpl'; did you mean mlp"):
-        parametrize_with_checks("torch.DistributedDataParallel", models=["mpl"], device="cpu")
+DDP = "torch.DistributedDataParallel"
+
+
+def ids_of(**options: object) -> list[str]:
+    """Of the tests that a decorated function becomes."""
+
+    @parametrize_with_checks(DDP, variant="default", device="cpu", **options)  # type: ignore[arg-type]
+    def decorated(check: object) -> None:
+        pass
+
+    marks = decorated.pytestmark  # type: ignore[attr-defined]
+    return next(mark.kwargs["ids"] for mark in marks if mark.name == "parametrize")
+
+
+def test_cases_and_depth_choose_as_those_of_the_command_do() -> None:
+    def selected(**fields: object) -> set[str]:
+        selection = Selection(adapters=(DDP,), variants=("default",), **fields)  # type: ignore[arg-type]
+        items = work_of(selection).items
+        return {str(i.planned.case) for i in items if i.role is Role.JUDGED}
+
+    def cases(**options: object) -> set[str]:
+        return {id.partition("/")[2].partition("#")[0] for id in ids_of(**options)}
+
+    pattern = "*/train/*"
+    assert cases(cases=pattern) == cases(cases=[pattern]) == selected(cases=(pattern,))
+    assert cases(depth="narrow") == selected(depth=Depth.NARROW) < selected() == cases()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": ["mpl"]}, "no model 'mpl'; did you mean mlp"),
+        ({"cases": "mlp/trian/*"}, r"no case 'mlp/trian/\*'; did you mean 'mlp/train/\*'"),
+        ({"depth": "ful"}, "no depth 'ful'; did you mean full"),
+    ],
+)
+def test_a_wrong_name_is_an_error_of_the_decorator(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        ids_of(**options)
+
+
+def test_a_failure_says_what_the_case_does_and_how_to_repeat_it() -> None:
+    long = "rank 1: gradient of 0.weight is " + "0.5 times the oracle's, " * 6
+    found = judged("FAIL", sentence=long, cause=Cause.STALE)
+    with pytest.raises(pytest.fail.Exception) as failed:
+        settle(found, Expectations())
+    lines = str(failed.value).splitlines()
+    assert lines[0] == f"FAIL  {found.finding.id}"
+    assert f"      cause: {Cause.STALE}" in lines
+    assert f"      train: {SCENARIOS['train'].why}" in lines
+    assert lines[-1] == f"      {found.finding.repro}"
+    assert max(map(len, lines[:-1])) <= WIDTH
 
 
 def test_an_adapter_that_ranks_cannot_import_is_refused() -> None:

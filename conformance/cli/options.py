@@ -1,0 +1,286 @@
+"""The options of the commands: what they are called, and what is refused while the line is read.
+
+A value that can be judged without torch is judged here, so that a slip is told at once. Checks,
+models, variants, cases and mutants are known to the suite itself, and the commands' own work looks
+at them. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from conformance.adapters import place_of
+from conformance.case import Case
+from conformance.errors import UsageError, unknown
+from conformance.expectations import read_expectations
+from conformance.machine import check_world
+from conformance.names import BASELINES, PROFILES, depth_named
+from conformance.releases import profile_named
+from conformance.report.lines import LOG_NAME, LogError, header_of
+from conformance.verdicts import parse_finding_id
+
+HISTORIES = "histories"
+"""Beside the log in the folder of a run."""
+
+
+def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """A callback of the parser: `check` may refuse what was given, each of several values."""
+
+    def callback(value: Any) -> Any:
+        given = value if isinstance(value, (list, tuple)) else [value]
+        for one in given:
+            if one is not None:
+                check(one)
+        return value
+
+    return callback
+
+
+def at_least(least: int) -> Callable[[typer.CallbackParam, Any], Any]:
+    """A callback of the parser: numbers from `least` on, or none."""
+
+    def callback(option: typer.CallbackParam, value: Any) -> Any:
+        if value is not None and value < least:
+            raise UsageError(f"{option.opts[0]} {value}: at least {least}")
+        return value
+
+    return callback
+
+
+def _is_time(seconds: float) -> None:
+    if not seconds > 0:  # also if it is no number
+        raise UsageError(f"--timeout {seconds:g}: more than 0 seconds")
+
+
+def worlds_of(text: str) -> list[int]:
+    """The numbers of ranks in a list such as ``1,2,4``, the smallest first.
+
+    Raises:
+        UsageError: it is no such list, or so many ranks do not fit.
+    """
+    try:
+        worlds = sorted({int(each) for each in text.split(",")})
+    except ValueError:
+        raise UsageError(
+            f"--world {text}: expected numbers of ranks with commas between, such as 1,2,4"
+        ) from None
+    for world in worlds:
+        check_world(world)
+    return worlds
+
+
+def is_baseline(name: str) -> None:
+    """Refuse a baseline that there is not.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if name not in BASELINES:
+        raise unknown("baseline", name, BASELINES)
+
+
+def _is_finding(id: str) -> None:
+    try:
+        _, adapter, _, case, _ = parse_finding_id(id)
+        Case.parse(case)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    place_of(adapter)
+
+
+def is_new(out: Path) -> None:
+    """Refuse a folder in which a run would lie among other things.
+
+    Raises:
+        UsageError: it holds anything, is no folder, or cannot be looked at.
+    """
+    try:
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out {out}: not a folder")
+        there = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot make the folder: {error.strerror}") from error
+    if {LOG_NAME, HISTORIES} & set(there):
+        raise UsageError(f"--out {out}: holds a run already; name a new folder")
+    if there:
+        raise UsageError(
+            f"--out {out}: holds what is not of a run, such as {there[0]};"
+            " name a new or an empty folder"
+        )
+
+
+def _has_folder(page: Path) -> None:
+    if not page.parent.is_dir():
+        raise UsageError(f"--page {page}: there is no folder {page.parent}")
+
+
+def _holds_run(directory: Path) -> None:
+    try:
+        header_of(directory / LOG_NAME)
+    except LogError as error:
+        raise UsageError(f"recheck {directory}: {error}") from error
+
+
+Adapters = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="ADAPTER",
+        help="Names of adapters, or package.module:Class.",
+        callback=checked(place_of),
+    ),
+]
+FindingId = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID",
+        help="Id of a finding, as every output shows it.",
+        callback=checked(_is_finding),
+    ),
+]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", help="Folder of a run made with --out.", callback=checked(_holds_run)
+    ),
+]
+World = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Number of ranks, all on this machine.", callback=checked(check_world)
+    ),
+]
+Worlds = Annotated[
+    str,
+    typer.Option(
+        "--world",
+        metavar="N,N",
+        help="Numbers of ranks to draw from, on this machine.",
+        callback=checked(worlds_of),
+    ),
+]
+Device = Annotated[
+    str, typer.Option(metavar="TYPE", help="auto, cpu, or the type of the accelerator.")
+]
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--variant", metavar="PATTERN", help="Pattern of variants; repeatable; all without it."
+    ),
+]
+Profiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        help=f"Profile of checks ({', '.join(PROFILES)}), or core@1.0 as released; repeatable; all"
+        " without it.",
+        callback=checked(profile_named),
+    ),
+]
+Checks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--check", metavar="PATTERN", help="Pattern of checks, such as 'clip.*'; repeatable."
+    ),
+]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", metavar="PATTERN", help="Pattern of models; repeatable."),
+]
+Cases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--case", metavar="PATTERN", help="Pattern of cases, such as '*/train/*'; repeatable."
+    ),
+]
+Depth = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEPTH",
+        help="narrow, wide or full: how far options are crossed; without it wide for the first"
+        " variant and for those named by --variant, narrow for the others.",
+        callback=checked(depth_named),
+    ),
+]
+Baseline = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="What says what is right: oracle, or ddp, DDP on the same ranks.",
+        callback=checked(is_baseline),
+    ),
+]
+Expect = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File of known deviations: lines of 'finding pattern: reason'.",
+        callback=checked(read_expectations),
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="New folder for the log and the histories.",
+        callback=checked(is_new),
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Cases at once; by default what cores or accelerators allow.",
+        callback=at_least(1),
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="Seconds that the ranks have for one case, after which it is HANG. The start of the"
+        " first ranks and the oracle's run, which has as long, come before.",
+        callback=checked(_is_time),
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(metavar="N", help="Of every random number.", callback=at_least(0))
+]
+Examples = Annotated[
+    int,
+    typer.Option(metavar="N", help="How many to try, shrinking not counted.", callback=at_least(1)),
+]
+Mutant = Annotated[str | None, typer.Option(metavar="NAME", help="A defect to plant first.")]
+Mutants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--mutant", metavar="PATTERN", help="Pattern of mutants; repeatable; all without it."
+    ),
+]
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File for the whole matrix: what every check said of every mutant.",
+        callback=checked(_has_folder),
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", help="Nothing but the report: no progress, no notes, no line per case."
+    ),
+]
+List = Annotated[
+    str,
+    typer.Argument(
+        metavar="WHAT",
+        help="checks, profiles, adapters, models, scenarios, cases, mutants, capabilities, or"
+        " letters: those in the ids of fuzz.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
