@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from conformance.checks.evidence import blocked_by, raised
 from conformance.frames import first_line, user_part
 from conformance.history import NotObserved
 from conformance.ranks import RankVerdict
+from conformance.room import NO_ROOM
 from conformance.verdicts import COMPLETED, REFUSED, Verdict
 
 OF_BYTES = frozenset({"sharding", "memory", "communication"})
@@ -22,8 +22,6 @@ OF_BYTES = frozenset({"sharding", "memory", "communication"})
 
 LOSS_MUST_MOVE = 1e-3
 """A loss that moves by less than this fraction over a scenario proves nothing."""
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _RAN_BADLY: Mapping[RankVerdict, tuple[Verdict, Cause]] = {
     RankVerdict.HANG: (Verdict.HANG, Cause.HUNG),
@@ -50,7 +48,7 @@ class Ran:
 
     @property
     def no_room(self) -> bool:
-        """Whether a rank met a full disk, which is no fault of what it ran."""
+        """Whether a rank had no room for a file, which is no fault of what it ran."""
         return any(os.strerror(number) in self.sentence for number in NO_ROOM)
 
 
@@ -280,12 +278,15 @@ def below_the_floor(evidence: Evidence) -> str:
 
 
 def broken_off(evidence: Evidence) -> int:
-    """The phase in which the first rank did not go on, by death, by waiting or by an exception."""
+    """The phase in which the first rank did not go on, by death, by waiting or by an exception.
+
+    The one after the last if ranks went on to the end: all that was seen until then counts.
+    """
     ends = (
         next((p.ordinal for p in h.phases if not p.ended or p.error is not None), None)
         for h in evidence.history.ranks
     )
-    return min((end for end in ends if end is not None), default=_last_phase(evidence))
+    return min((end for end in ends if end is not None), default=_last_phase(evidence) + 1)
 
 
 def _exited(evidence: Evidence) -> str:

@@ -15,7 +15,7 @@ shared by all workers of ``pytest -n``; each test judges it and turns the verdic
 | FAIL, DESYNC, HANG, CRASH, XPASS | failed; says what the case does, and the line that repeats it |
 | ERROR, VACUOUS | failed: nothing was proven, and nobody would look at a skip |
 | XFAIL | xfailed, with the reason of the expectation |
-| UNSUPPORTED, NO_POWER | skipped: not claimed, or it needs more ranks |
+| UNSUPPORTED, NO_POWER | skipped: not claimed, or it needs more ranks or digits |
 | BLOCKED | skipped: ``run.completed`` of the same case fails and says why |
 
 The control of ``fsdp-conformance run`` and the trial of unclaimed capabilities are not part of it.

@@ -48,12 +48,24 @@ def is_full(folder: Path) -> bool:
     return disk.total > 0 and disk.free < LEAST_ROOM
 
 
+ELSEWHERE = "name another folder by --out or TMPDIR"
+"""The remedy for most files."""
+
+
 def no_room(path: Path | str, lost: str, why: str = os.strerror(errno.ENOSPC)) -> str:
     """That a disk is full: the system's words and the place, what was lost by it, the remedy."""
-    return f"{why}: {path}; {lost}; make room, or name another folder by --out or TMPDIR"
+    return f"{why}: {path}; {lost}; make room, or {ELSEWHERE}"
 
 
-def told(error: OSError, lost: str, path: Path | str = "") -> str:
-    """An error of writing, as `no_room` says it; `path` is where, if the error does not know."""
-    why = error.strerror or str(error)
-    return no_room(error.filename or path or tempfile.tempdir or "temporary files", lost, why)
+def told(error: OSError, lost: str, path: Path | str = "", *, elsewhere: str = ELSEWHERE) -> str:
+    """An error of writing: the system's words and the place, what was lost by it, the remedy.
+
+    Args:
+        error: of the system.
+        lost: what was lost by it.
+        path: where, if the error does not know.
+        elsewhere: how to name another place; where there was no room, more of it would do, too.
+    """
+    where = error.filename or path or tempfile.tempdir or "temporary files"
+    more = "make room, or " if error.errno in NO_ROOM else ""
+    return f"{error.strerror or error}: {where}; {lost}; {more}{elsewhere}"

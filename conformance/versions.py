@@ -9,13 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 def versions() -> dict[str, str]:
     """Of the suite, of torch and of Python."""
-    try:
-        own = version("fsdp-conformance")
-    except PackageNotFoundError:
-        own = "not installed"
     return {
-        "fsdp-conformance": own,
-        "torch": version("torch"),
+        "fsdp-conformance": _of("fsdp-conformance"),
+        "torch": _of("torch"),
         "python": platform.python_version(),
         "implementation": sys.implementation.name,
     }
+
+
+def _of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:  # run from a checkout
+        return "not installed"

@@ -139,10 +139,11 @@ def with_own_storage(piece: torch.Tensor) -> torch.Tensor:
     A DTensor takes over the storage offset of what it is made around: one around a view would be
     taken for a view by whoever saves, copies or compiles, and fail there.
     """
-    if piece.device.type == "meta":
+    memory = piece.untyped_storage()
+    if memory.device.type == "meta":  # so it is behind fake tensors, on whatever device they are
         return torch.empty_like(piece)
     start = piece.storage_offset() * piece.element_size()
-    storage = piece.untyped_storage()[start : start + piece.nbytes]
+    storage = memory[start : start + piece.nbytes]
     return piece.new_empty(0).set_(storage, 0, piece.shape, piece.stride())
 
 

@@ -37,7 +37,7 @@ def losses_fresh(evidence: Evidence, ledger: Ledger) -> None:
         return
     ledger.comparisons += len(moves)
     ledger.error, ledger.bound = max(way, 0.0), HALFWAY
-    if way > HALFWAY:
+    if not way <= HALFWAY:  # nor is NaN
         rank, seen, moment = next(_nearer_to_older(moves, evidence.history))
         cause = Cause.STALE if way < 1 + HALFWAY else Cause.UNEXPLAINED
         ledger.mismatches.append(
@@ -83,5 +83,5 @@ def _nearer_to_older(
     """The losses that are nearer to those of older weights, the earliest first."""
     for move in sorted(moves, key=lambda m: m[1].moment):
         rank, seen, by = move
-        if _off(move, history) * by > HALFWAY * by**2:
+        if not _off(move, history) * by <= HALFWAY * by**2:
             yield rank, seen, seen.moment

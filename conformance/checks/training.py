@@ -93,9 +93,8 @@ def _blame_some_weights(evidence: Evidence, ledger: Ledger) -> None:
         return
     step, gaps = int(first.where["step"]), []
     for one in ledger.mismatches:
-        place = {"step": step, "micro": one.where.get("micro")}
-        rank = int(one.where["rank"])
-        stale = evidence.oracle.reference.find(rank, "stale_loss", place)
+        at = {"step": step, "micro": one.where.get("micro")}
+        stale = evidence.oracle.reference.find(int(one.where["rank"]), "stale_loss", at)
         if one.where.get("step") == step and stale is not None and one.error is not None:
             due = float(one.where["expected"])
             gaps.append((float(one.where["got"]) - due, float(as_tensor(stale.value)) - due))

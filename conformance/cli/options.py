@@ -113,7 +113,9 @@ def is_new(out: Path) -> None:
         )
 
 
-def _has_folder(page: Path) -> None:
+def _is_page(page: Path) -> None:
+    if page.is_dir():
+        raise UsageError(f"--page {page}: is a folder; name a file")
     if not page.parent.is_dir():
         raise UsageError(f"--page {page}: there is no folder {page.parent}")
 
@@ -266,7 +268,7 @@ Page = Annotated[
     typer.Option(
         metavar="FILE",
         help="File for the whole matrix: what every check said of every mutant.",
-        callback=checked(_has_folder),
+        callback=checked(_is_page),
     ),
 ]
 Quiet = Annotated[

@@ -56,7 +56,8 @@ def selftest_command(
         try:
             page.write_text(text, encoding="utf-8")
         except OSError as error:
-            complain(told(error, "the page is partial", page))
+            lost, elsewhere = "the page is not whole", "name another file by --page"
+            complain(told(error, lost, page, elsewhere=elsewhere))
             return EXIT_UNDECIDED if status == EXIT_OK else status
     return status
 

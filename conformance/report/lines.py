@@ -136,7 +136,7 @@ def read_log(path: Path) -> Log:
         LogError: the file is missing or is not a log.
     """
     header = header_of(path)
-    lines = _lines(path.read_text(encoding="utf-8"), path)
+    lines = _lines(path.read_text(encoding="utf-8", errors="replace"), path)
     footers = [line for line in lines if line["kind"] == "footer"]
     return Log(
         header=header,
@@ -153,7 +153,7 @@ def header_of(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise LogError(f"{path.parent} holds no {path.name}: not the folder of a run")
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         header = next(iter(_lines(file.readline(), path)), {})
     if header.get("kind") != "header":
         raise LogError(f"{path} does not begin with a header: not the log of a run")
@@ -169,10 +169,14 @@ def _lines(text: str, path: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, text in enumerate(texts, start=1):
         try:
-            found.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError as error:
             if number < len(texts):
                 raise LogError(f"{path}:{number}: not JSON: {error}") from error
+        else:
+            if not isinstance(line, dict) or "kind" not in line:
+                raise LogError(f"{path}:{number}: not a line of a log")
+            found.append(line)
     return found
 
 

@@ -168,7 +168,11 @@ class FSDPParamGroup:
             if edits is not None and self._training_state is TrainingState.PRE_BACKWARD:
                 edits.check_whole(self.fsdp_params)
             return
-        if edits is not None and edits.changed(self.fsdp_params):
+        if edits is not None:
+            left = edits.changed(self.fsdp_params)
+        else:
+            left = self._sharded_state is ShardedState.SHARDED and self.shard.is_left()
+        if left:
             self.relink()
         if self._sharded_state is ShardedState.KEPT:
             return

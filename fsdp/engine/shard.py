@@ -20,6 +20,7 @@ from fsdp.engine.param import FSDPParam
 # in a 16-bit dtype, so that vectorised kernels accept them without much padding.
 ALIGN = 4
 _ALIGN_BYTES = 16
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class Shard:
@@ -98,6 +99,16 @@ class Shard:
                 if local.device.type != "meta" and piece.device.type != "meta":
                     piece.copy_(local)
             self._exposure.bind(self.plain, self.data, pieces)
+        self._bound = [self._exposure.local(param) for param in self.plain]
+        self._addresses = list(map(_ADDRESS, self._bound))
+
+    def is_left(self) -> bool:
+        """Whether the memory of a parameter is no longer in ``data``, where it was put.
+
+        On the host, to share a tensor with another process, or to send it there, moves its storage,
+        and a parameter may have one of its own.
+        """
+        return self.data.is_cpu and list(map(_ADDRESS, self._bound)) != self._addresses
 
     def relink(self) -> bool:
         """Adopt what is registered on the modules now, and bring it back into the shard.

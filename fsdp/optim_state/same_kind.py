@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,8 +75,9 @@ def check_same_kind(
             (state, keeps) for state, keeps in states if keeps and keeps - set(state.entries)
         ]
         if not states and group["params"] and type(optimizer) in _of_torch():
-            keeps = kept.of(group["params"][0])
-            short = [(None, keeps)] if keeps and _made_by_others(new, keeps) else []
+            first = group["params"][0]
+            keeps = kept.of(first)
+            short = [(None, keeps)] if keeps and _made_by_others(new, keeps, first) else []
         if short or other:
             state, keeps = (short or states or [(None, None)])[0]
             raise ValueError(_text(type(optimizer).__name__, own, new, state, keeps))
@@ -96,15 +98,26 @@ class _Kept:
         return self._found[form]
 
 
-def _made_by_others(options: Mapping[str, Any], keeps: Collection[str]) -> bool:
-    """Whether optimizers of torch have just these options, and none would keep all of ``keeps``."""
-    found = []
-    for kind in _of_torch():
-        made = kind([torch.nn.Parameter(torch.zeros(1, 1))])
-        if made.defaults.keys() - _OF_ANY_KIND == options.keys() - _OF_ANY_KIND:
-            param = made.param_groups[0]["params"][0]
-            found.append(_Kept(made, {**made.param_groups[0], **options}).of(param))
+def _made_by_others(
+    options: Mapping[str, Any], keeps: Collection[str], param: torch.Tensor
+) -> bool:
+    """Whether optimizers of torch have just these options, and none would keep all of ``keeps``.
+
+    What they keep for ``param``: it may depend on the dims.
+    """
+    found = [
+        _Kept(each, {**each.param_groups[0], **options}).of(param)
+        for each in _one_of_each()
+        if each.defaults.keys() - _OF_ANY_KIND == options.keys() - _OF_ANY_KIND
+    ]
     return bool(found) and all(each is not None and set(keeps) - each for each in found)
+
+
+@cache
+def _one_of_each() -> list[Optimizer]:
+    """Return an optimizer of each of torch's classes, over one number."""
+    number = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))  # Muon takes matrices only
+    return [kind([number]) for kind in _of_torch()]
 
 
 def _of_torch() -> list[Any]:

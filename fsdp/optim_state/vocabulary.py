@@ -92,16 +92,17 @@ class StateInfo:
 def packed(value: torch.Tensor) -> torch.Tensor | PackedScalar:
     """Return a tensor without dims as what is quickly pickled."""
     plain = type(value) is torch.Tensor and value.layout is torch.strided
-    if not plain or value.is_complex() or value.is_quantized:
+    if not plain or value.is_complex() or value.is_neg() or value.is_quantized:
         return value  # may be more than its bits
     return PackedScalar(bytes(value.reshape(1).view(torch.uint8).tolist()), value.dtype)
 
 
 def unpacked(value: torch.Tensor | PackedScalar) -> torch.Tensor:
-    """Return the tensor of which ``packed`` was made."""
+    """Return the tensor of which ``packed`` was made, on the host if it was packed."""
     if isinstance(value, torch.Tensor):
         return value
-    return torch.tensor(list(value.bits), dtype=torch.uint8).view(value.dtype).reshape(())
+    bits = torch.tensor(list(value.bits), dtype=torch.uint8, device="cpu")  # whatever the default
+    return bits.view(value.dtype).reshape(())
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from conformance.ranks import RankContext
 from fsdp import checkpoint
@@ -185,6 +185,16 @@ def test_what_keeps_the_same_goes_on_from_before_the_first_step(
     checkpoint.load(tmp_path / "saved", model, after)
     assert not any(after.state.values())
     assert after.param_groups[0]["lr"] == before.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_kept_of_matrices_is_not_asked_of_vectors(order: int, tmp_path: Path) -> None:
+    """Adafactor keeps other entries for them, whichever come first."""
+    source, before = pair(lambda params: Adafactor([*params][::order], lr=0.25), 1, steps=0)
+    checkpoint.save(tmp_path / "saved", source, before)
+    model, after = pair(lambda params: Adafactor([*params][::order]), 2, steps=0)
+    checkpoint.load(tmp_path / "saved", model, after)
+    assert after.param_groups[0]["lr"] == 0.25
 
 
 def test_parameters_without_a_state_tell_nothing(tmp_path: Path) -> None:

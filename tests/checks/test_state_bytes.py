@@ -249,11 +249,11 @@ def test_the_meter_counts_each_storage_once_and_forgets_it_when_it_is_freed() ->
         assert meter.read() == 0
 
 
-def test_the_meter_counts_memory_once_that_two_storages_lie_in() -> None:
+def test_the_meter_counts_memory_once_that_several_storages_lie_in() -> None:
     whole = torch.zeros(256)
-    part = torch.empty(0).set_(whole.untyped_storage()[256:512])
+    parts = [torch.empty(0).set_(whole.untyped_storage()[at : at + 256]) for at in (256, 512)]
     with metering(torch.device("cpu")) as meter:
-        for tensor in (part, whole):
+        for tensor in (*parts, whole):
             tensor.add_(1)
         assert meter.uncollected() == 1024
 
@@ -375,6 +375,22 @@ def test_a_thread_that_got_no_processor_is_waited_for(
         kept, began, resting = torch.zeros(64), clock.now, True
         assert meter.read(0) == kept.nbytes
         assert clock.now - began == pytest.approx(FIRST_SETTLE_SECONDS, abs=0.02)
+
+
+def test_what_a_thread_let_go_just_before_it_rests_is_seen(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[torch.Tensor] = []
+
+    def rests() -> bool:
+        if clock.now >= FIRST_SETTLE_SECONDS:
+            held.clear()
+        return not held
+
+    monkeypatch.setattr("conformance.scenarios.live_bytes.others_rest", rests)
+    with metering(torch.device("cpu")) as meter:
+        held.append(torch.zeros(64))
+        assert meter.read(0) == 0
 
 
 def test_a_thread_that_never_rests_is_waited_for_once(

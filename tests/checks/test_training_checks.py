@@ -421,6 +421,14 @@ def test_the_first_loss_of_older_weights_is_where_they_are_found() -> None:
     assert (first.where["rank"], first.where["step"], first.bound) == (0, 0, 0.5)
 
 
+def test_a_loss_that_is_no_number_is_not_fresh() -> None:
+    story = training()
+    story.instead("loss", torch.tensor(torch.nan), rank=1, step=1, micro=0)
+    found = first_mismatch("losses.fresh", story)
+    assert found is not None
+    assert (found.where["rank"], found.where["step"]) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("off", "verdict"), [(0.0, Verdict.PASS), (0.04, Verdict.PASS), (0.07, Verdict.NO_POWER)]
 )

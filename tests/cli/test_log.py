@@ -119,10 +119,13 @@ def test_half_a_line_in_the_middle_is_refused(tmp_path: Path) -> None:
         ("", "does not begin with a header"),
         ('{"kind": "finding"}\n', "does not begin with a header"),
         ('{"kind": "header", "schema": 99}\n', "has schema 99; this version reads 1"),
+        ('["header"]\n', r"run\.jsonl:1: not a line of a log"),
+        ('{"kind": "header", "schema": 1}\n{}\n', r"run\.jsonl:2: not a line of a log"),
+        ("\xff\xfe", "does not begin with a header"),
     ],
 )
 def test_what_is_no_log_of_this_version_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "run.jsonl").write_text(text)
+    (tmp_path / "run.jsonl").write_bytes(text.encode("latin-1"))
     with pytest.raises(LogError, match=message):
         read_log(tmp_path / "run.jsonl")
 

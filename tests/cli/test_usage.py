@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import zlib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance import machine
 from conformance.checks import CHECKS
@@ -51,6 +54,7 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--world", "two"], "--world"),
         ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu? known: auto, cpu"),
         (["selftest", "--page", "none/page.md"], "--page none/page.md: there is no folder none"),
+        (["selftest", "--page", "."], "--page .: is a folder; name a file"),
         ([*RUN, "--jobs", "0"], "--jobs 0: at least 1"),
         ([*RUN, "--seed", "-1"], "--seed -1: at least 0"),
         (["fuzz", "torch.fully_shard", "--seed", "-1"], "--seed -1: at least 0"),
@@ -433,10 +437,19 @@ def test_without_a_command_the_help_is_shown_line_by_line(monkeypatch, capsys) -
 def test_the_version_is_the_one_that_a_log_names(monkeypatch, capsys) -> None:
     assert command(monkeypatch, "--version") == 0
     known = versions()
+    assert (known["torch"], known["python"]) == (torch.__version__, platform.python_version())
     assert capsys.readouterr().out == (
         f"fsdp-conformance {known['fsdp-conformance']}, torch {known['torch']},"
         f" python {known['python']}\n"
     )
+
+
+def test_what_is_not_installed_has_no_version(monkeypatch) -> None:
+    def missing(distribution: str) -> str:
+        raise PackageNotFoundError(distribution)
+
+    monkeypatch.setattr("conformance.versions.version", missing)
+    assert versions()["torch"] == versions()["fsdp-conformance"] == "not installed"
 
 
 def test_the_help_of_run_names_every_profile_and_what_depth_is_taken(monkeypatch, capsys) -> None:

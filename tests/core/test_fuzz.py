@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -18,7 +19,7 @@ from conformance.causes import Cause
 from conformance.checks import CHECKS
 from conformance.checks.sharding import needed
 from conformance.cli.fuzzing import Judged
-from conformance.drawing import Example, examples
+from conformance.drawing import LEAST_NORMALISED, Example, examples
 from conformance.expectations import Expectations
 from conformance.fuzz import ROUND, Judge, Search, is_refusal, kind_of
 from conformance.matrix import Matrix
@@ -86,6 +87,8 @@ def test_a_right_wrapper_is_judged_as_often_as_was_asked_for() -> None:
     assert len(set(judged)) > 130
     for word in ("sequence", "checkpoint", "(", ")r", ")f", "d."):
         assert any(word in each for each in judged), word
+    normalised = {int(n) for each in judged for n in re.findall(r"[.(:](\d)[a-z]*n", each)}
+    assert min(normalised) == LEAST_NORMALISED
     # two replicas need two ranks; every other variant meets every world
     worlds = ("of 1 rank", "of 2 ranks", "of 4 ranks")
     labels = [adapter_label(subject.adapter, subject.variant) for subject in SUBJECTS]

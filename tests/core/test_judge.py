@@ -56,9 +56,16 @@ def test_what_a_wrapper_raises_is_its_fault_unless_a_disk_is_full(
     }
 
 
-@pytest.mark.parametrize("verdict", ["CRASH", "HANG", "ERROR"])
-def test_no_death_on_a_full_disk_is_the_fault_of_a_wrapper(verdict: str) -> None:
-    sentence = "rank 0 died without a report (signal SIGBUS); No space left on device: /tmp"
+@pytest.mark.parametrize(
+    ("verdict", "why"),
+    [
+        ("CRASH", "No space left on device"),
+        ("HANG", "Disk quota exceeded"),
+        ("ERROR", "File too large"),
+    ],
+)
+def test_no_death_on_a_full_disk_is_the_fault_of_a_wrapper(verdict: str, why: str) -> None:
+    sentence = f"rank 0 died without a report (signal SIGBUS); {why}: /tmp"
     ran = Ran(verdict=RankVerdict(verdict), sentence=sentence, reported=False)
     (completed,) = judge(training().evidence(), ran, [])
     assert (completed.verdict, completed.sentence) == (Verdict.ERROR, sentence)
@@ -154,6 +161,17 @@ def test_a_run_breaks_off_where_the_first_rank_does() -> None:
     evidence = replace(broken, history=replace(broken.history, ranks=ranks))
     (completed,) = judge(evidence, ran, [])
     assert completed.moment == (1, 0)
+
+
+def test_what_was_wrong_until_the_end_is_judged_although_a_rank_died_after_it() -> None:
+    story = training(steps=2)
+    story.instead("eval_loss", torch.tensor(99.0), rank=1, index=0)  # of the last phase
+    ran = Ran(verdict=RankVerdict.CRASH, sentence="rank 1 went away", reported=False)
+    completed, loss = judge(story.evidence(), ran, [CHECKS["losses.value"]])
+    assert (completed.verdict, loss.verdict) == (Verdict.CRASH, Verdict.FAIL)
+    assert completed.moment is not None
+    assert loss.moment is not None
+    assert completed.moment > loss.moment
 
 
 def test_a_rank_that_exits_says_where_it_did() -> None:

@@ -120,6 +120,23 @@ def test_of_few_elements_the_noise_is_that_of_the_noisiest_step(
     assert last == (0.0 if low else FACTOR * expected)
 
 
+def test_of_few_elements_the_noise_is_not_that_of_another_place() -> None:
+    def seen(*values: float) -> History:
+        made = tuple(
+            Observation(
+                what="parameters", where=at, value={"w": torch.tensor([value])}, moment=(0, place)
+            )
+            for place, (at, value) in enumerate(zip(places, values, strict=True))
+        )
+        return History(ranks=(RankHistory(rank=0, observations=made),), virtual=True)
+
+    places = [{"index": 0}, {"index": 1}, {"step": 0, "micro": 0}, {"step": 1, "micro": 1}]
+    made = seen(0.0, 0.0, 0.0, 0.0)
+    oracle = Oracle(reference=made, double=seen(0.5, 0.0, 0.25, 0.0), reversed=made)
+    bounds = [oracle.bound(0, "parameters", dict(at), "w") / FACTOR for at in places]
+    assert bounds == [0.5, 0.0, 0.25, 0.0]
+
+
 GROUP = {"betas": [0.9, 0.99], "momentum": 0.5}
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from conformance.ranks import RankContext
-from fsdp import FSDPModule, fully_shard
+from fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from fsdp.engine.param import ShardedState
 from tests.fsdp.plain import (
     DIM,
@@ -151,6 +152,65 @@ def test_a_parameter_has_a_storage_of_its_own_in_the_memory_of_its_unit() -> Non
     """Views of one are saved and copied with all of it, and for DTensors not compiled at all."""
     for found in on_ranks(_storages, 3):
         assert all(held == nbytes and offset == 0 for nbytes, held, offset in found)
+
+
+def _share(params: list[nn.Parameter]) -> None:
+    for param in params:
+        local = param.detach().to_local()  # type: ignore[attr-defined]
+        local.share_memory_()  # as sending it to another process does
+
+
+def _shared(context: RankContext, *, offloaded: bool) -> None:
+    options = {"offload_policy": CPUOffloadPolicy()} if offloaded else {}
+    model, plain = shard_blocks(build(), **options), build()
+    for _ in range(2):
+        train_sharded(model, context.rank, steps=2)
+        train_plain(plain, context.world_size, steps=2)
+        _share(list(model.parameters()))
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_training_goes_on_after_parameters_were_shared(*, offloaded: bool) -> None:
+    """Which moves storages of the host: no gather may read where the parameters were."""
+    on_ranks(_shared, 3, offloaded=offloaded)
+
+
+def _shared_between(context: RankContext) -> None:
+    model, plain = shard_blocks(build(), reshard_after_forward=2), build()
+    sharded = list(model.parameters())
+
+    def loss(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found = loss_of(module, x)
+        _share(sharded)
+        return found
+
+    train_sharded(model, context.rank, loss=loss)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_parameters_may_be_shared_while_parts_of_them_are_kept() -> None:
+    """The backward reads the parts."""
+    on_ranks(_shared_between, 4)
+
+
+def _fake(context: RankContext) -> list[list[Any]]:
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    with FakeTensorMode():
+        model = build()
+        fully_shard(model, mesh=mesh)
+        saved = model.state_dict()
+    sharded = {name: value for name, value in saved.items() if isinstance(value, DTensor)}
+    found = [(name, value.to_local()) for name, value in sharded.items()]
+    return [[name, list(local.shape), local.device.type] for name, local in found]
+
+
+def test_a_model_of_fake_tensors_is_sharded_as_one_of_tensors() -> None:
+    """As tools do that tell how much memory a model would take."""
+    whole = [(name, list(param.shape)) for name, param in build().named_parameters()]
+    wanted = [[name, [(rows + 1) // 2, *rest], "cpu"] for name, (rows, *rest) in whole]
+    assert on_ranks(_fake, 2, fresh=True)[0] == wanted
 
 
 def _saved_and_loaded(state: Any) -> Any:

@@ -21,6 +21,7 @@ SCALARS = {
     "minus zero": torch.tensor(-0.0),
     "nan": torch.tensor(0x7FC00123, dtype=torch.int32).view(torch.float32),
     "a view": torch.arange(4.0)[2],
+    "to be negated": torch.tensor([1 + 2j]).conj().imag[0],
 }
 
 
@@ -33,8 +34,16 @@ def _sent(info: StateInfo) -> StateInfo:
 def test_a_tensor_without_dims_arrives_bit_for_bit(value: torch.Tensor) -> None:
     found = _sent(info_of({"step": value})).scalar_tensors["step"]
     assert (found.dtype, found.shape) == (value.dtype, torch.Size([]))
-    bits = [tensor.reshape(1).view(torch.uint8).tolist() for tensor in (found, value)]
+    both = (found.resolve_neg(), value.resolve_neg())
+    bits = [tensor.reshape(1).view(torch.uint8).tolist() for tensor in both]
     assert bits[0] == bits[1]
+
+
+def test_it_arrives_on_the_host_whatever_the_default_device_is() -> None:
+    sent = info_of({"step": torch.tensor(3.0)})
+    with torch.device("meta"):
+        found = _sent(sent)
+    assert found.scalar_tensors["step"].item() == 3.0
 
 
 def test_a_subclass_arrives_as_one() -> None:
