@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
-from typing import TypeAlias
+from typing import TypeAlias, get_type_hints
 
 from hypothesis import strategies as st
 
-from conformance.adapter import Adapter
+from conformance.adapter import Adapter, Conventions, TravelDtype
 from conformance.case import Case
 from conformance.checks import Check
 from conformance.item import Item
@@ -146,8 +146,8 @@ def cases(
 
 def takes_float64(adapter: Adapter) -> bool:
     """Whether a model in float64 makes sense: what is told dtypes would take it for another."""
-    told = {name: dtype for name, dtype in vars(adapter.conventions).items() if "_as" in name}
-    return set(told.values()) == {"parameter"}
+    told = [name for name, kind in get_type_hints(Conventions).items() if kind == TravelDtype]
+    return all(getattr(adapter.conventions, name) == "parameter" for name in told)
 
 
 @st.composite

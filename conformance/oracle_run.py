@@ -50,12 +50,14 @@ class OracleWatch(Watch):
         of_rank: every rank's own gradients.
         last_micro: what reduction would leave of the newest micro-batch alone.
         of_micro: every rank's own gradients of each micro-batch of the first step.
+        weights: those with which the gradients were made.
         doubled: what would be left if every backward added to what was there what was there.
     """
 
     of_rank: Any = None
     last_micro: Any = None
     of_micro: list[Any] = field(default_factory=list)
+    weights: list[Tensor] | None = None
     doubled: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, moment: str, index: int = 0) -> None:
@@ -72,6 +74,7 @@ class OracleWatch(Watch):
         if moment == "gradients":
             self.of_rank = truth.rank_gradients(self.wrapped)
             self.last_micro = truth.reduced_last_micro(self.wrapped)
+            self.weights = _copies(self.run.adapter.bare(self.wrapped))
 
 
 @dataclass(kw_only=True)
@@ -97,7 +100,7 @@ class OracleRun(Run):
         """A fresh pair; a stale loss of its first step is that of the weights it was built with."""
         w = super().build(optimizer=optimizer, perturbed=perturbed, meta=meta, clip=clip)
         if perturbed and self.suspects:
-            self._before = [p.detach().clone() for p in self.adapter.bare(w).parameters()]
+            self._before = _copies(self.adapter.bare(w))
         return w
 
     def train_step(self, w: Wrapped, step: int, clip: Clip | None = None) -> None:
@@ -110,7 +113,6 @@ class OracleRun(Run):
         self._stale_losses(w, step)
         if step == 0:
             self._losses_in_full(w)
-        self._before = [p.detach().clone() for p in self.adapter.bare(w).parameters()]
         super().train_step(w, step, clip)
 
     def watch(self, w: Wrapped, step: int) -> Watch:
@@ -126,6 +128,7 @@ class OracleRun(Run):
             self._big = None  # a step of another kind has none
         super().observe_gradients(seen, step)
         if isinstance(seen, OracleWatch):
+            self._before = seen.weights
             self.writer.write("gradients_of_rank", seen.of_rank, step=step)
             self.writer.write("gradients_last_micro", seen.last_micro, step=step)
             for micro, own in enumerate(seen.of_micro):
@@ -142,7 +145,7 @@ class OracleRun(Run):
             return
         truth = cast(Truth, self.adapter)
         stale = copy.deepcopy(self.adapter.bare(w))
-        now = [p.detach().clone() for p in stale.parameters()]
+        now = _copies(stale)
         with torch.no_grad(), torch.random.fork_rng():
             _overwrite(stale.parameters(), self._before)
             for micro, batch in enumerate(self.micro_batches(step)):
@@ -187,6 +190,10 @@ def positions_of_units(
         if parameter.requires_grad:
             found.setdefault(next(own), set()).add(position)
     return found
+
+
+def _copies(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def _overwrite(parameters: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
