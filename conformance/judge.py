@@ -15,7 +15,7 @@ from conformance.frames import first_line, user_part
 from conformance.history import NotObserved
 from conformance.ranks import RankVerdict
 from conformance.room import NO_ROOM
-from conformance.verdicts import COMPLETED, REFUSED, Verdict
+from conformance.verdicts import COMPLETED, REFUSED, Verdict, told_first
 
 OF_BYTES = frozenset({"sharding", "memory", "communication"})
 """Profiles of what is stored and sent; nothing that is computed later is wrong because of it."""
@@ -78,8 +78,7 @@ def judge(evidence: Evidence, ran: Ran, checks: Iterable[Check]) -> list[Judgeme
         if check.judge is not None and check.judges(evidence.case, evidence.model)
     ]
     order = {check: index for index, check in enumerate(CHECKS)}
-    late = (10**9, 0)
-    judged.sort(key=lambda j: (j.verdict is not Verdict.CRASH, j.moment or late, order[j.check]))
+    judged.sort(key=lambda j: (told_first(j.verdict, j.moment), order[j.check]))
     return in_view_of_the_first(judged)
 
 

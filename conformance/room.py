@@ -54,7 +54,7 @@ ELSEWHERE = "name another folder by --out or TMPDIR"
 
 def no_room(path: Path | str, lost: str, why: str = os.strerror(errno.ENOSPC)) -> str:
     """That a disk is full: the system's words and the place, what was lost by it, the remedy."""
-    return f"{why}: {path}; {lost}; make room, or {ELSEWHERE}"
+    return told(OSError(errno.ENOSPC, why), lost, path)
 
 
 def told(error: OSError, lost: str, path: Path | str = "", *, elsewhere: str = ELSEWHERE) -> str:

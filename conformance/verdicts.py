@@ -147,6 +147,11 @@ def parse_finding_id(text: str) -> tuple[str, str, str, str, int]:
     return check, adapter, variant, case, int(seed)
 
 
+def told_first(verdict: Verdict, moment: tuple[int, int] | None) -> tuple[bool, tuple[int, int]]:
+    """The key by which findings of one case stand in order: that a rank died, then by time."""
+    return verdict is not Verdict.CRASH, moment or (10**9, 0)
+
+
 def exit_status(verdicts: Iterable[Verdict], *, stale_expectations: int = 0) -> int:
     """Status of a run: 1 if something is bad, 2 if something is undecided or nothing was judged."""
     counts = Counter(verdicts)

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from conformance.causes import Cause
 from conformance.report.lines import Reported, Role
-from conformance.verdicts import BAD, Finding, Verdict
-
-LATE = (10**9, 0)
+from conformance.verdicts import BAD, Finding, Verdict, told_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ def failures_of(reported: Sequence[Reported]) -> list[CaseFailure]:
     for findings in cases.values():
         bad = [f for f in findings if f.verdict in BAD]
         if bad:
-            first = min(bad, key=lambda f: (f.verdict is not Verdict.CRASH, f.moment or LATE))
+            first = min(bad, key=lambda f: told_first(f.verdict, f.moment))
             later = tuple(f.check for f in findings if f is not first)
             failures.append(CaseFailure(finding=first, later=later))
     return failures

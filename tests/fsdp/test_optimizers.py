@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,47 +77,63 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     return param.detach().to_local()  # type: ignore[attr-defined]
 
 
+def optimizer_called(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """One of ``OPTIMIZERS`` over what it takes of ``model``."""
+    params = [p for p in model.parameters() if p.ndim == 2 or name != "Muon"]  # matrices only
+    made: torch.optim.Optimizer = getattr(torch.optim, name)(params, lr=0.01, **OPTIMIZERS[name])
+    return made
+
+
+def closure_over(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int
+) -> Callable[[], float]:
+    """What ``optimizer.step`` calls to have gradients of a sharded model and the mean loss."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step, rank))
+        loss.backward()
+        dist.all_reduce(loss.detach().div_(world))  # all search along one line
+        return loss.item()
+
+    return closure
+
+
+def plain_closure_over(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, world: int
+) -> Callable[[], float]:
+    """The same of a plain model, with the batches of all ranks."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        mean = torch.stack([loss_of(model, batch(step, rank)) for rank in range(world)]).mean()
+        mean.backward()
+        return mean.item()
+
+    return closure
+
+
 def test_every_optimizer_of_torch_is_tried() -> None:
     assert sorted(OPTIMIZERS) == exported_optimizers()
 
 
 def _optimizer(context: RankContext, name: str, hidden: int) -> str:
     """The refusal of a step, which changed nothing; or nothing: all is as in the plain model."""
-    kind = getattr(torch.optim, name)
+    rank, world = context.rank, context.world_size
     model, plain = shard_blocks(build(hidden=hidden)), build(hidden=hidden)
-
-    def made(each: nn.Module) -> torch.optim.Optimizer:
-        matrices_only = name == "Muon"
-        params = [p for p in each.parameters() if p.ndim == 2 or not matrices_only]
-        return kind(params, lr=0.01, **OPTIMIZERS[name])
-
-    mine, theirs = made(model), made(plain)
+    mine, theirs = optimizer_called(name, model), optimizer_called(name, plain)
     start = [param.detach().clone() for param in plain.parameters()]
     held = [local_of(param).clone() for param in model.parameters()]
     for step in range(2):
-
-        def sharded(step: int = step) -> float:
-            mine.zero_grad()
-            loss = loss_of(model, batch(step, context.rank))
-            loss.backward()
-            dist.all_reduce(loss.detach().div_(context.world_size))  # all search along one line
-            return loss.item()
-
-        def unsharded(step: int = step) -> float:
-            theirs.zero_grad()
-            losses = [loss_of(plain, batch(step, r)) for r in range(context.world_size)]
-            mean = torch.stack(losses).mean()
-            mean.backward()
-            return mean.item()
-
-        sharded()
+        closure = closure_over(model, mine, step, rank, world)
+        closure()
         try:
-            mine.step(sharded)
+            mine.step(closure)
         except NotImplementedError as error:
             assert not mine.state
             assert all(map(torch.equal, map(local_of, model.parameters()), held))
             return str(error)
-        theirs.step(unsharded)
+        theirs.step(plain_closure_over(plain, theirs, step, world))
     if name == "Muon":  # which computes in bfloat16, whose rounding depends on the order
         for got, want, old in zip(model.parameters(), plain.parameters(), start, strict=True):
             off = (whole(got.detach()) - want.detach()).norm()

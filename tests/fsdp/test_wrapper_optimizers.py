@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import StateDictOptions, get_model_state_dict
-from tests.fsdp.plain import batch, build, loss_of
+from tests.fsdp.plain import build
 from tests.fsdp.ranks import on_ranks
-from tests.fsdp.test_optimizers import OPTIMIZERS
+from tests.fsdp.test_optimizers import (
+    OPTIMIZERS,
+    closure_over,
+    optimizer_called,
+    plain_closure_over,
+)
 
 FORMS: dict[str, dict[str, Any]] = {
     "flat": {},
@@ -41,39 +45,19 @@ def _whole(model: nn.Module) -> list[torch.Tensor]:
 
 def _trained(context: RankContext, form: str, name: str) -> str:
     """The refusal of a step, which changed nothing; or nothing: all is as in the plain model."""
-    kind = getattr(torch.optim, name)
+    rank, world = context.rank, context.world_size
     plain, model = build(), FullyShardedDataParallel(build(), **FORMS[form])
-
-    def made(each: nn.Module) -> torch.optim.Optimizer:
-        params = [p for p in each.parameters() if p.ndim == 2 or name != "Muon"]
-        return kind(params, lr=0.01, **OPTIMIZERS[name])
-
-    mine = made(model)
-    theirs = made(plain)
+    mine, theirs = optimizer_called(name, model), optimizer_called(name, plain)
     start = _whole(model)
     for step in range(2):
-
-        def sharded(step: int = step) -> float:
-            mine.zero_grad()
-            loss = loss_of(model, batch(step, context.rank))
-            loss.backward()
-            dist.all_reduce(loss.detach().div_(context.world_size))
-            return loss.item()
-
-        def unsharded(step: int = step) -> float:
-            theirs.zero_grad()
-            losses = [loss_of(plain, batch(step, r)) for r in range(context.world_size)]
-            mean = torch.stack(losses).mean()
-            mean.backward()
-            return mean.item()
-
-        sharded()
+        closure = closure_over(model, mine, step, rank, world)
+        closure()
         try:
-            mine.step(sharded)
+            mine.step(closure)
         except (NotImplementedError, RuntimeError) as error:
             assert all(map(torch.equal, _whole(model), start))
             return str(error)
-        theirs.step(unsharded)
+        theirs.step(plain_closure_over(plain, theirs, step, world))
     # Steps that divide by a gradient's size magnify its last bits; Muon computes in bfloat16.
     tolerance = 6e-4 if name == "Muon" else 2e-4
     wanted = list(plain.state_dict().values())
