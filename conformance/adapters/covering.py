@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from conformance.adapter import BuildConfig, LossFn, OptimizerFactory, Wrapped
+from conformance.adapter import BuildConfig, LossFn, OptimizerFactory, Refusal, Wrapped
 from conformance.adapters.wrapping import HYBRID, WrapperAdapter
 
 # Low precision has adapters of its own, in `conformance.adapters.precision`, and rounds where a bug
@@ -133,11 +134,12 @@ class CoveringAdapter(WrapperAdapter):
         if options.pop("cpu_offload", False):
             options["cpu_offload"] = own.offload(offload_params=True)
         dtypes = options.pop("mixed_precision", None)
-        if dtypes is not None:  # the name of what is doubled, or a choice that was made already
-            doubled = isinstance(dtypes, str)
-            options["mixed_precision"] = (
-                own.precision(**{dtypes: torch.float64}) if doubled else dtypes
-            )
+        if isinstance(dtypes, str):  # what is doubled, in every module, as is declared
+            if dtypes == "param_dtype" and any(isinstance(m, _BatchNorm) for m in model.modules()):
+                raise Refusal("a batch norm in float64 wants its statistics in float64 too")
+            dtypes = own.precision(**{dtypes: torch.float64}, _module_classes_to_ignore=())
+        if dtypes is not None:
+            options["mixed_precision"] = dtypes
         return super().build(model, make_optimizer, replace(config, options=options))
 
     def forward(self, w: Wrapped, batch: Any, loss_fn: LossFn) -> Tensor:

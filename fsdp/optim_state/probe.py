@@ -115,12 +115,15 @@ def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return (at.sin() * at / 4).to(device), ((at * 1.7).cos() * at / 8).to(device)
 
 
-def _made_at_once(optimizer: Optimizer, group: Mapping[str, Any]) -> Mapping[str, Any]:
+def _made_at_once(
+    optimizer: Optimizer, group: Mapping[str, Any], *, scalar: bool
+) -> Mapping[str, Any]:
     """Return the state of a parameter with what it has per element as one number, which all have.
 
     Empty if none has a state, or one that is not the same for all elements.
     """
-    known = [p for p in group["params"] if p in optimizer.state and p.dim() and p.numel()]
+    stepped = (p for p in group["params"] if p in optimizer.state and p.numel())
+    known = [p for p in stepped if scalar == (p.dim() == 0)]
     if not known:
         return {}
     param = known[0]
@@ -155,7 +158,7 @@ def _begun(
     try:
         return {}, _stepped(optimizer, group, {}, values, gradients)
     except KeyError:  # of torch 2.11 Adagrad makes its states with itself, never in a step
-        start = _made_at_once(optimizer, group)
+        start = _made_at_once(optimizer, group, scalar=values.dim() == 0)
         return start, _stepped(optimizer, group, start, values, gradients)
 
 

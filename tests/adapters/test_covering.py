@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.adapter import BuildConfig
+from conformance.adapter import BuildConfig, Refusal
 from conformance.adapters import adapter_class, composable, composable_pairs, covering, make_adapter
 from conformance.adapters.covering import DTYPES, FOUR_RANKS, ROWS, CoveringAdapter
 from conformance.adapters.wrapping import HYBRID, STRATEGIES, variants
 from conformance.models import case
-from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
+from conformance.ranks import Job, RankContext, RankPool, RankVerdict
 from conformance.testing import assert_parity
 from conformance.testing.place import standing
 from conformance.work import variants_of
@@ -142,7 +142,10 @@ class Recording(CoveringAdapter):
                 "sharding_strategy": "strategy FULL_SHARD",
                 "backward_prefetch": "pre",
                 "cpu_offload": ("offload", {"offload_params": True}),
-                "mixed_precision": ("precision", {"param_dtype": torch.float64}),
+                "mixed_precision": (
+                    "precision",
+                    {"param_dtype": torch.float64, "_module_classes_to_ignore": ()},
+                ),
             },
         ),
         (
@@ -169,6 +172,22 @@ def test_a_row_reaches_the_wrapper_in_its_own_types(name: str, wanted: dict[str,
     assert Recording.given == wanted | common
 
 
+def test_a_norm_whose_statistics_are_short_is_refused_where_it_would_compute_in_float64() -> None:
+    plain = {name: kind for name, kind in Recording.variants.items() if "replicas" not in kind}
+    refused = set()
+    for name, options in plain.items():
+        adapter = Recording()
+        adapter.configure(options)
+        config = BuildConfig(device=torch.device("cpu"), world_size=2, options=options)
+        try:
+            adapter.build(nn.BatchNorm1d(2), lambda p: torch.optim.SGD(p, lr=0.1), config)
+        except Refusal as refusal:
+            assert "statistics in float64" in str(refusal)
+            refused.add(name)
+    doubled = {name: kind.get("mixed_precision") for name, kind in plain.items()}
+    assert refused == {name for name, what in doubled.items() if what == "param_dtype"} != set()
+
+
 def _parity(context: RankContext, adapter: str, variant: str) -> None:
     with standing(context):
         assert_parity(adapter, case("uneven"), variant=variant)
@@ -185,11 +204,10 @@ FIRST = [
 
 
 @pytest.mark.parametrize("variant", FIRST)
-def test_a_row_trains_like_the_unsharded_oracle(variant: str) -> None:
+def test_a_row_trains_like_the_unsharded_oracle(pool: RankPool, variant: str) -> None:
     assert adapter_class(TORCH).variants == covering.pairs()
     job = Job.of(_parity, adapter=TORCH, variant=variant)
-    # Jobs that make meshes of several dims leave them in the caches of a rank.
-    outcome = shared_pool(2, "cpu").run(job, fresh="HYBRID" in variant)
+    outcome = pool.run(job)
     assert outcome.verdict is RankVerdict.OK, outcome.sentence
 
 

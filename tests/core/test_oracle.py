@@ -73,7 +73,9 @@ def test_a_run_with_the_other_order_is_made_where_the_order_makes_a_difference(
         strict=True,
     )
     differ = not all(torch.equal(one, other) for one, other in pairs)
-    assert ("reversed" in oracle_runs(conventions, world)) == differ
+    made = "reversed" in oracle_runs(conventions, world)
+    assert made >= differ  # of four summands, vector units may take pairs: either order is the same
+    assert made == (world > 2)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -12,8 +12,7 @@ from conformance.ranks import RankContext
 from fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp.engine.streams import make_streams
 from tests.fsdp.plain import batch, build, busy, train_plain, train_sharded
-from tests.fsdp.ranks import error_of, named_on_every_rank, on_ranks
-from tests.fsdp.test_settings import Normed
+from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_training import shard_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -170,15 +169,3 @@ def _streams_in_use(context: RankContext) -> None:
 
 def test_a_stream_is_current_in_its_body_only() -> None:
     on_ranks(_streams_in_use, 2, device=torch.accelerator.current_accelerator().type)
-
-
-def _two_dtypes_in_a_norm(context: RankContext) -> list[str]:
-    model = build(Normed, external=False)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    return error_of(lambda: model(batch(0, context.rank)))
-
-
-def test_a_norm_without_a_policy_of_its_own_is_refused_by_its_kernel() -> None:
-    kind = torch.accelerator.current_accelerator().type
-    found = on_ranks(_two_dtypes_in_a_norm, 2, device=kind)
-    named_on_every_rank(found, RuntimeError, "Expected running_mean to have type")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,6 +37,7 @@ FRAGMENTS = (
 NOT_COMPARED = (
     "full_state_dict will be returned",  # torch says so also if that is what was asked for
     "state_dict_type() are being deprecated",  # of torch's functions
+    "AccumulateGrad node's stream does not match",  # autograd's, of torch's wrapper on accelerators
 )
 
 
@@ -61,13 +64,35 @@ def kept(package: str, script: str) -> list[Any]:
     return found + [each for warning in seen for each in of_interest(warning)]
 
 
-def _differences(context: RankContext, script: str) -> list[str]:
+def bit_for_bit(one: Any, other: Any) -> bool:
+    """Whether what two scripts kept is the same."""
+    return repr(one) == repr(other)
+
+
+def within_noise(one: Any, other: Any) -> bool:
+    """Whether it is the same but for the last digits of numbers, which kernels of accelerators
+    choose by where memory lies.
+    """
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-6)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and within_noise(list(one.values()), list(other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(within_noise, one, other))
+    return bit_for_bit(one, other)
+
+
+def _differences(
+    context: RankContext, script: str, same: Callable[[Any, Any], bool] = bit_for_bit
+) -> list[str]:
     del context
     theirs, ours = (kept(package, ALL[script]) for package in PACKAGES)
     wrong = [
         f"torch {one!r:.300}, ours {other!r:.300}"
         for one, other in zip(theirs, ours, strict=False)
-        if repr(one) != repr(other)
+        if not same(one, other)
     ]
     wrong += [f"torch {one!r:.300}, ours nothing" for one in theirs[len(ours) :]]
     wrong += [f"torch nothing, ours {other!r:.300}" for other in ours[len(theirs) :]]
@@ -77,7 +102,7 @@ def _differences(context: RankContext, script: str) -> list[str]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_keeps_the_same_with_either_import(script: str) -> None:
-    assert agreed(_differences, 2, fresh="mesh" in SCRIPTS[script], script=script) == []
+    assert agreed(_differences, 2, script=script) == []
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
@@ -85,7 +110,7 @@ def test_a_script_keeps_the_same_with_either_import(script: str) -> None:
 def test_a_script_keeps_the_same_on_accelerators(script: str) -> None:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    assert agreed(_differences, 2, device=accelerator.type, script=script) == []
+    assert agreed(_differences, 2, device=accelerator.type, script=script, same=within_noise) == []
 
 
 WITHOUT = {

@@ -430,7 +430,7 @@ fails(twice, "")
 
 DEVICE = """
 policy = ModuleWrapPolicy({Block})
-device = torch.accelerator.current_accelerator() or CPU
+device = torch.accelerator.current_accelerator(check_available=True) or CPU
 if device != CPU:
     device = torch.device(device.type, torch.accelerator.current_device_index())
 """
