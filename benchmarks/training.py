@@ -289,8 +289,9 @@ def tell(args: argparse.Namespace, lines: list[str], times: Any, device: torch.d
 
 
 def report(args: argparse.Namespace, trainees: dict[str, Trainee], device: torch.device) -> None:
+    options = {name: value for name, value in vars(args).items() if name != "out"}
     lines = [
-        f"torch {torch.__version__}, {args.world} ranks on {machine(device)['card']}, {vars(args)}"
+        f"torch {torch.__version__}, {args.world} ranks on {machine(device)['card']}, {options}"
     ]
     lines.append(
         f"{'':8}{'step':>9}{'spread':>9}" + "".join(f"{p:>11}" for p in PHASES) + f"{'MiB':>9}"

@@ -126,3 +126,21 @@ MEANING: dict[Cause, str] = {
 
 DESCRIBES = frozenset({Cause.SCALED, Cause.LAST_ROWS, Cause.UNEXPLAINED})
 """Causes that tell how a number looks, and of no defect that would have made it."""
+
+OF_FORM = frozenset(
+    {
+        Cause.MISSING_KEY,
+        Cause.UNEXPECTED_KEY,
+        Cause.WRONG_SHAPE,
+        Cause.WRONG_STRIDES,
+        Cause.WRONG_DEVICE,
+        Cause.WRONG_COUNT,
+        Cause.NOT_RESTORED,
+        Cause.NOT_SHARDED,
+        Cause.NOT_FREED,
+    }
+)
+"""Causes of how a thing is kept, named or called: no number that comes later follows from them.
+
+A wrong dtype is none of them: what it rounds spreads as a wrong value does.
+"""

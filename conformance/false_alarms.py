@@ -24,6 +24,7 @@ from pathlib import Path
 from conformance.adapters import make_adapter
 from conformance.adapters.covering import at_four_ranks
 from conformance.adapters.odd import ODD
+from conformance.cli.interrupt import leaving_on_signals
 from conformance.control import CONTROL
 from conformance.errors import UsageError
 from conformance.globs import matches
@@ -264,4 +265,5 @@ def _show(run: Done) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with leaving_on_signals():
+        raise SystemExit(main())

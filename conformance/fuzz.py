@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest import SkipTest
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
@@ -38,6 +38,7 @@ class Deviation:
         met: the example in which it was first met.
         tried: examples that were judged until then, in this search.
         steady: whether it was wrong again when it was repeated.
+        smallest: whether the search came to its end, which makes the example as small as it gets.
     """
 
     finding: Finding
@@ -45,6 +46,7 @@ class Deviation:
     met: Example
     tried: int
     steady: bool
+    smallest: bool = True
 
 
 def kind_of(finding: Finding) -> tuple[str, ...]:
@@ -78,6 +80,12 @@ class Search:
     seed: int = 0
     tried: int = 0
     refused: int = 0
+    _met: list[tuple[Example, Finding]] = field(default_factory=list, init=False)
+
+    @property
+    def unfinished(self) -> Deviation | None:
+        """The deviation that is made smaller just now, with the smallest example so far."""
+        return self._deviation(steady=True, smallest=False) if self._met else None
 
     def deviations(self) -> Iterator[Deviation]:
         """Every kind of deviation that is met, each as small as it gets."""
@@ -94,7 +102,7 @@ class Search:
 
     def _next(self, known: set[tuple[str, ...]], rounds: int) -> Deviation | None:
         """Search until something new is met, or the examples of this round or all are used up."""
-        met: list[tuple[Example, Finding]] = []
+        met = self._met
 
         def one(example: Example) -> None:
             first = not met
@@ -135,11 +143,17 @@ class Search:
                 raise
         if not met:
             return None
-        example, finding = met[-1] if steady else met[0]
+        found = self._deviation(steady=steady)
+        met.clear()
+        return found
+
+    def _deviation(self, *, steady: bool, smallest: bool = True) -> Deviation:
+        example, finding = self._met[-1 if steady else 0]
         return Deviation(
             finding=finding,
             example=example,
-            met=met[0][0],
+            met=self._met[0][0],
             tried=self.tried,
             steady=steady,
+            smallest=smallest,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -37,23 +37,26 @@ def full_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ranks.
     Memory: everything once in full on the device, per group, dtype and device.
     """
-    together: dict[Source, dict[str, DTensor]] = {}
+    together: dict[Source, dict[str, Cut]] = {}
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # a mesh looks them up by name
     copies: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if not is_dtensor(tensor):
             copies[key] = tensor.detach().to("cpu", copy=True)
             continue
-        mesh_dim = _only_sharded(tensor)
-        if mesh_dim is None:
+        found = _only_cut(tensor)
+        if found is None:
             copies[key] = tensor.full_tensor().detach().to("cpu", copy=True)
         else:
+            mesh_dim, dim = found
             mesh = tensor.device_mesh
             place = (id(mesh), mesh_dim)
             if place not in groups:
                 groups[place] = mesh.get_group(mesh_dim)
             source = Source(groups[place], tensor.dtype, tensor.device)
-            together.setdefault(source, {})[key] = tensor
+            shape = tuple(tensor.shape)
+            cut = Cut(tensor.to_local(), shape, dim, -(-shape[dim] // mesh.size(mesh_dim)))
+            together.setdefault(source, {})[key] = cut
     for source, members in together.items():
         copies |= _gathered(source, members)
     return {key: copies[key] for key in tensors}
@@ -64,49 +67,70 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "full_tensor")
 
 
-def _only_sharded(tensor: DTensor) -> int | None:
-    """The one mesh dimension on which `tensor` is cut in the plain way, the rest replicated."""
-    cut = [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+class Cut(NamedTuple):
+    """A tensor that is cut along one of its dimensions, as `torch.chunk` cuts it.
+
+    Attributes:
+        piece: what this rank holds; empty on ranks beyond the end.
+        shape: of the whole.
+        dim: dimension that is cut.
+        step: length along it of every piece but the last ones.
+    """
+
+    piece: Tensor
+    shape: tuple[int, ...]
+    dim: int
+    step: int
+
+    @property
+    def width(self) -> int:
+        """Elements of rank 0's piece, as many as any other has at most."""
+        return self._numel(self.step)
+
+    def joined(self, pieces: Tensor) -> Tensor:
+        """The whole, from the padded piece of every rank, (world, width)."""
+        if self.dim == 0:  # ranks hold runs of it; what was padded is the end
+            return pieces.reshape(-1)[: math.prod(self.shape)].view(self.shape)
+        total = self.shape[self.dim]
+        lengths = [max(0, min(self.step, total - r * self.step)) for r in range(len(pieces))]
+        own = [
+            row[: self._numel(length)].view(*self.shape[: self.dim], length, *self._rest)
+            for row, length in zip(pieces, lengths, strict=True)
+        ]
+        return torch.cat(own, dim=self.dim)
+
+    def _numel(self, length: int) -> int:
+        return math.prod(self.shape[: self.dim]) * length * math.prod(self._rest)
+
+    @property
+    def _rest(self) -> tuple[int, ...]:
+        return self.shape[self.dim + 1 :]
+
+
+def _only_cut(tensor: DTensor) -> tuple[int, int] | None:
+    """The one mesh dimension on which `tensor` is cut in the plain way, and which of its own.
+
+    ``None`` if there are none or several, or if it is cut in another way.
+    """
+    cut = [(d, p) for d, p in enumerate(tensor.placements) if not p.is_replicate()]
     # by the exact name: a strided shard says that it is a shard, but its pieces lie elsewhere
-    plain = len(cut) == 1 and type(tensor.placements[cut[0]]).__name__ == "Shard"
-    return cut[0] if plain else None
+    if len(cut) != 1 or type(cut[0][1]).__name__ != "Shard":
+        return None
+    mesh_dim, placement = cut[0]
+    shard: Any = placement
+    return mesh_dim, shard.dim % tensor.dim()
 
 
-def _gathered(source: Source, members: Mapping[str, DTensor]) -> dict[str, Tensor]:
+def _gathered(source: Source, members: Mapping[str, Cut]) -> dict[str, Tensor]:
     world = dist.get_world_size(source.group)
-    widths = [math.prod(_piece_shape(tensor, 0, world)) for tensor in members.values()]
+    widths = [cut.width for cut in members.values()]
     own = torch.zeros(sum(widths), dtype=source.dtype, device=source.device)
-    for place, tensor in zip(own.split(widths), members.values(), strict=True):
-        piece = tensor.to_local().reshape(-1)  # (own rows × rest,), at most as long as rank 0's
-        place[: piece.numel()] = piece
+    for place, cut in zip(own.split(widths), members.values(), strict=True):
+        place[: cut.piece.numel()] = cut.piece.reshape(-1)
     everyone = torch.empty(world * own.numel(), dtype=source.dtype, device=source.device)
     dist.all_gather_into_tensor(everyone, own, group=source.group)
     rows = everyone.view(world, -1).to("cpu")  # (world, padded elements)
     return {
-        key: _joined(tensor, pieces)
-        for (key, tensor), pieces in zip(members.items(), rows.split(widths, dim=1), strict=True)
+        key: cut.joined(pieces)
+        for (key, cut), pieces in zip(members.items(), rows.split(widths, dim=1), strict=True)
     }
-
-
-def _joined(tensor: DTensor, pieces: Tensor) -> Tensor:
-    """What `tensor` is in full, from the padded piece of every rank, (world, elements)."""
-    if _shard_dim(tensor) == 0:  # ranks hold runs of it; what was padded is the end
-        return pieces.reshape(-1)[: tensor.numel()].view(tensor.shape)
-    shapes = [_piece_shape(tensor, rank, len(pieces)) for rank in range(len(pieces))]
-    own = [row[: math.prod(s)].view(s) for row, s in zip(pieces, shapes, strict=True)]
-    return torch.cat(own, dim=_shard_dim(tensor))
-
-
-def _piece_shape(tensor: DTensor, rank: int, world: int) -> list[int]:
-    """Shape of the piece that `rank` holds: that of `torch.chunk`, empty beyond the end."""
-    dim = _shard_dim(tensor)
-    shape = list(tensor.shape)
-    step = -(-shape[dim] // world)
-    shape[dim] = max(0, min(step, shape[dim] - rank * step))
-    return shape
-
-
-def _shard_dim(tensor: DTensor) -> int:
-    shard: Any = next(p for p in tensor.placements if not p.is_replicate())
-    dim: int = shard.dim
-    return dim % tensor.dim()

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance.adapter import REFUSALS
-from conformance.causes import DESCRIBES, MEANING, Cause
+from conformance.causes import DESCRIBES, MEANING, OF_FORM, Cause
 from conformance.checks import CHECKS, Check, Evidence, Ledger
-from conformance.checks.evidence import blocked_by, raised
+from conformance.checks.evidence import Moment, blocked_by, raised
+from conformance.checks.traffic import LAST
 from conformance.frames import first_line, user_part
 from conformance.history import NotObserved
 from conformance.ranks import RankVerdict
@@ -88,12 +89,17 @@ def in_view_of_the_first(judged: Sequence[Judgement]) -> list[Judgement]:
     A wrong value spreads into all that is computed from it. What tells only how a later one looks
     is said to follow from it; a later one with a cause of its own keeps that.
     """
-    values = (j for j in judged if CHECKS[j.check].profile not in OF_BYTES)
-    first = next((j for j in values if j.verdict is Verdict.FAIL), None)
+    first = next((j for j in judged if _is_value(j)), None)
     if first is None:
         return [*judged]
     upto = judged.index(first) + 1
     return [*judged[:upto], *(_after(first, one) for one in judged[upto:])]
+
+
+def _is_value(one: Judgement) -> bool:
+    """Whether it found a wrong value, or an exception where there should be one."""
+    of_bytes = CHECKS[one.check].profile in OF_BYTES
+    return one.verdict is Verdict.FAIL and not of_bytes and one.cause not in OF_FORM
 
 
 def _after(first: Judgement, one: Judgement) -> Judgement:
@@ -127,7 +133,7 @@ def judge_completion(evidence: Evidence, ran: Ran) -> Judgement:
             verdict=verdict,
             cause=cause,
             sentence=_exited(evidence) + ran.sentence,
-            moment=(broken_off(evidence), 0),
+            moment=(broken_off(evidence), LAST if ran.verdict is RankVerdict.HANG else 0),
         )
     if ran.verdict is RankVerdict.OK:
         return Judgement(check=COMPLETED, verdict=Verdict.PASS)
@@ -195,8 +201,8 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
     except NotObserved as gap:
         missing = gap
     first = ledger.first()
-    if first is not None and ran.verdict in _RAN_BADLY and first.moment[0] >= broken_off(evidence):
-        return _cut_off(check, evidence, ran)  # what ranks see whose peers are gone
+    if first is not None and _is_late(check, first.moment, evidence, ran):
+        return _cut_off(check, evidence, ran)
     if first is not None:
         return Judgement(
             check=check.id,
@@ -252,6 +258,16 @@ def _without_observation(
             moment=(_last_phase(evidence), 1),
         )
     return _cut_off(check, evidence, ran)
+
+
+def _is_late(check: Check, moment: Moment, evidence: Evidence, ran: Ran) -> bool:
+    """Whether what was seen may be the doing of a rank that is gone or went elsewhere.
+
+    Who waits has computed what it has; only what it sent is not all of it.
+    """
+    if ran.verdict not in _RAN_BADLY or moment[0] < broken_off(evidence):
+        return False
+    return ran.verdict is not RankVerdict.HANG or check.profile in OF_BYTES
 
 
 def _cut_off(check: Check, evidence: Evidence, ran: Ran) -> Judgement:

@@ -8,7 +8,7 @@ by the number of ranks; then one optimizer steps once. Imports no wrapper.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,7 +42,13 @@ BufferKey = tuple[str, str]  # (path of the owning module, name of the buffer)
 class VirtualState:
     """What the virtual ranks of one model hold apart from each other.
 
+    What the model consists of is noted once: its modules and parameters stay, and to find them
+    again takes longer than a small model's forward.
+
     Attributes:
+        owners: path to each module of the model.
+        parameters: the model's, each once.
+        named: the same with their FQNs, a tied one once per name.
         buffers: per rank, (module path, buffer name) to tensor.
         rng: per rank, the state of the CPU and of the accelerator generator.
         gradients: per rank, one entry per trainable parameter, accumulated over micro-batches.
@@ -50,10 +56,12 @@ class VirtualState:
         last_micro: the same, of the newest backward only.
         reduces: whether a backward ends in a reduction.
         unit_classes: of the modules that are units.
-        units: path of the unit that holds each trainable parameter; empty for the root.
         exact: parameters as they were built, without any rounding error; ``None`` if nobody asks.
     """
 
+    owners: Mapping[str, nn.Module]
+    parameters: Sequence[nn.Parameter]
+    named: Sequence[tuple[str, nn.Parameter]]
     buffers: list[dict[BufferKey, Tensor | None]]
     rng: list[tuple[Tensor, Tensor | None]]
     gradients: list[list[Tensor | None]] = field(default_factory=list)
@@ -61,8 +69,12 @@ class VirtualState:
     last_micro: list[list[Tensor | None]] = field(default_factory=list)
     reduces: bool = True
     unit_classes: tuple[type[nn.Module], ...] = ()
-    units: list[str] = field(default_factory=list)
     exact: list[Tensor] | None = None
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters that take gradients now."""
+        return [p for p in self.parameters if p.requires_grad]
 
 
 class InMemory(Adapter):
@@ -120,6 +132,9 @@ class VirtualRanks(InMemory):
         """The bare model with its optimizer, and fresh virtual ranks around them."""
         self.precision.prepare(model, config.units)
         state = VirtualState(
+            owners=dict(model.named_modules()),
+            parameters=list(model.parameters()),
+            named=list(named_parameters(model)),
             buffers=[_clone_buffers(model) for _ in range(self.world)],
             rng=[_seeded(self.seed, rank) for rank in range(self.world)],
             unit_classes=config.units,
@@ -148,13 +163,13 @@ class VirtualRanks(InMemory):
         """The loss of every rank."""
         losses = []
         for rank in range(self.world):
-            with _as_rank(w.module, w.native, rank), self._computing(w):
+            with _as_rank(w.native, rank), self._computing(w):
                 losses.append(loss_fn(w.module, batch.values[rank]))
         return PerRank(tuple(losses))
 
     def backward(self, w: Wrapped, loss: Any) -> None:
         """Accumulate every rank's gradient, then set ``.grad`` to what reduction would leave."""
-        parameters = trainable(w.module)
+        parameters = w.native.trainable
         for rank in range(self.world):
             with self._computing(w):  # a part may be computed again
                 own = torch.autograd.grad(loss.values[rank], parameters, allow_unused=True)
@@ -188,12 +203,15 @@ class VirtualRanks(InMemory):
         self, w: Wrapped, of_rank: Sequence[Sequence[Tensor | None]]
     ) -> list[Tensor | None]:
         """What reduction makes of every rank's gradients of all trainable parameters."""
-        parameters = trainable(w.module)
+        parameters = w.native.trainable
         found = [
             self._reduced_as_sent(parameter, [of_rank[rank][index] for rank in self.order])
             for index, parameter in enumerate(parameters)
         ]
-        return with_declared_zeros(found, parameters, w.native.units, self.conventions)
+        if all(gradient is not None for gradient in found):
+            return found
+        units = units_of(w.module, w.native.unit_classes)
+        return with_declared_zeros(found, parameters, units, self.conventions)
 
     def _reduced_as_sent(
         self, parameter: nn.Parameter, parts: Sequence[Tensor | None]
@@ -249,7 +267,7 @@ class VirtualRanks(InMemory):
         """Every rank's state dict: the shared parameters with that rank's buffers."""
         states: list[dict[str, Tensor]] = []
         for rank in range(self.world):
-            with _as_rank(w.module, w.native, rank):
+            with _as_rank(w.native, rank):
                 held = {} if rank0_only and rank else w.module.state_dict()
                 states.append(
                     {k: to_cpu(v) if cpu else v.detach().clone() for k, v in held.items()}
@@ -260,7 +278,7 @@ class VirtualRanks(InMemory):
         """Load every rank's state dict, or rank 0's on ranks without one."""
         for rank in range(self.world):
             own = state.values[rank] if rank < len(state.values) else {}
-            with _as_rank(w.module, w.native, rank):
+            with _as_rank(w.native, rank):
                 w.module.load_state_dict(own or state.values[0])
 
     def save(self, w: Wrapped, directory: Path) -> None:
@@ -299,15 +317,15 @@ class VirtualRanks(InMemory):
 
     def rank_gradients(self, w: Wrapped) -> PerRank:
         """Every rank's own gradients before reduction, FQN to tensor."""
-        return PerRank(tuple(by_fqn(w.module, grads) for grads in w.native.gradients))
+        return PerRank(tuple(_by_fqn(w.native, grads) for grads in w.native.gradients))
 
     def newest_gradients(self, w: Wrapped) -> PerRank:
         """The same, of the newest micro-batch alone."""
-        return PerRank(tuple(by_fqn(w.module, grads) for grads in w.native.last_micro))
+        return PerRank(tuple(_by_fqn(w.native, grads) for grads in w.native.last_micro))
 
     def reduced_last_micro(self, w: Wrapped) -> dict[str, Tensor]:
         """What reduction would leave if the newest micro-batch were the only one."""
-        return by_fqn(w.module, self.reduced(w, w.native.last_micro))
+        return _by_fqn(w.native, self.reduced(w, w.native.last_micro))
 
     def _added(self, old: Tensor | None, new: Tensor | None) -> Tensor | None:
         """What waits after a backward: a sum that is rounded once, to the dtype in which it waits.
@@ -328,10 +346,9 @@ class VirtualRanks(InMemory):
     def _reset(self, w: Wrapped) -> None:
         w.native.gradients, w.native.last_micro = self._none(w), self._none(w)
         w.native.waiting = self._none(w)
-        w.native.units = units_of(w.module, w.native.unit_classes)
 
     def _none(self, w: Wrapped) -> list[list[Tensor | None]]:
-        count = len(trainable(w.module))
+        count = len(w.native.trainable)
         return [[None] * count for _ in range(self.world)]
 
     def _take_over_buffers(self, w: Wrapped) -> None:
@@ -349,8 +366,21 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 def by_fqn(module: nn.Module, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
     """FQN to gradient on CPU, of `module`'s trainable parameters that have one."""
-    by_id = {id(p): g for p, g in zip(trainable(module), gradients, strict=True)}
-    found = {fqn: by_id.get(id(p)) for fqn, p in named_parameters(module)}
+    return _named(trainable(module), named_parameters(module), gradients)
+
+
+def _by_fqn(state: VirtualState, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """The same of the model that `state` belongs to."""
+    return _named(state.trainable, state.named, gradients)
+
+
+def _named(
+    parameters: Sequence[nn.Parameter],
+    named: Iterable[tuple[str, nn.Parameter]],
+    gradients: Sequence[Tensor | None],
+) -> dict[str, Tensor]:
+    by_id = {id(p): g for p, g in zip(parameters, gradients, strict=True)}
+    found = {fqn: by_id.get(id(p)) for fqn, p in named}
     return {fqn: to_cpu(g) for fqn, g in found.items() if g is not None}
 
 
@@ -430,9 +460,9 @@ def _set_rng_state(state: tuple[Tensor, Tensor | None]) -> None:
 
 
 @contextmanager
-def _as_rank(module: nn.Module, state: VirtualState, rank: int) -> Iterator[None]:
-    """Inside, `module` has the buffers of `rank` and random numbers are that rank's."""
-    owners = dict(module.named_modules())
+def _as_rank(state: VirtualState, rank: int) -> Iterator[None]:
+    """Inside, the model has the buffers of `rank` and random numbers are that rank's."""
+    owners = state.owners
     outside = _rng_state()
     for (path, name), buffer in state.buffers[rank].items():
         owners[path]._buffers[name] = buffer

@@ -23,6 +23,7 @@ The control of ``fsdp-conformance run`` and the trial of unclaimed capabilities 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,30 +134,35 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
     Raises:
         UsageError: a name that leads to nothing, or a setting that does not fit this machine.
     """
-    selection = Selection(
-        adapters=(adapter if isinstance(adapter, str) else name_of(adapter),),
-        variants=() if variant is None else (variant,),
-        profiles=_several(profiles),
-        checks=_several(checks),
-        models=_several(models),
-        cases=_several(cases),
-        depth=None if depth is None else depth_named(depth),
-    )
-    place = Place(world=world, device=device_for(device, world), seed=seed, timeout=timeout)
-    expectations = Expectations() if expect is None else read_expectations(Path(expect))
-    tests = [
-        ConformanceTest(
-            finding_id(check, item.subject.adapter, item.subject.variant, str(case), seed),
-            check,
-            item,
-            place,
-            expectations,
+    __tracebackhide__ = True
+    try:
+        selection = Selection(
+            adapters=(adapter if isinstance(adapter, str) else name_of(adapter),),
+            variants=() if variant is None else (variant,),
+            profiles=_several(profiles),
+            checks=_several(checks),
+            models=_several(models),
+            cases=_several(cases),
+            depth=None if depth is None else depth_named(depth),
         )
-        for item in work_of(selection).items
-        if item.role is Role.JUDGED
-        for case in [item.planned.case]
-        for check in dict.fromkeys((COMPLETED, *(c.id for c in item.planned.checks)))
-    ]
+        place = Place(world=world, device=device_for(device, world), seed=seed, timeout=timeout)
+        expectations = Expectations() if expect is None else read_expectations(Path(expect))
+        tests = [
+            ConformanceTest(
+                finding_id(check, item.subject.adapter, item.subject.variant, str(case), seed),
+                check,
+                item,
+                place,
+                expectations,
+            )
+            for item in work_of(selection).items
+            if item.role is Role.JUDGED
+            for case in [item.planned.case]
+            for check in dict.fromkeys((COMPLETED, *(c.id for c in item.planned.checks)))
+        ]
+    except UsageError as error:
+        # nothing but the caller's line stands above it
+        raise UsageError(_as_keywords(str(error))) from None
 
     def decorate(function: Function) -> Function:
         parametrized = pytest.mark.parametrize("check", tests, ids=[test.id for test in tests])
@@ -164,6 +170,19 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
         return marked
 
     return decorate
+
+
+_OPTION = re.compile(r"--(\w+)(?: (?P<number>\d+)\b| (?P<word>\w+)$)?")
+
+
+def _as_keywords(message: str) -> str:
+    """A message about options of the command in the words of who calls a function."""
+
+    def keyword(found: re.Match[str]) -> str:
+        value = found["number"] or (found["word"] and repr(found["word"]))
+        return f"{found[1]}={value}" if value else found[1]
+
+    return _OPTION.sub(keyword, message)
 
 
 def _several(names: str | Sequence[str]) -> tuple[str, ...]:

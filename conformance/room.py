@@ -20,13 +20,19 @@ LEAST_ROOM = 2**16
 """Bytes; a disk with less takes no history."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
+TRIES = 5
+"""Of removing a folder, into which a thread may write meanwhile."""
+
+_folders: list[Path] = []
+"""Every temporary folder that this process has made."""
+
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder that is removed afterwards.
 
     Threads that judge cases may write into it until they end, which the end of this process waits
-    for; what they leave is removed then.
+    for; what they leave is removed then (`remove_folders`).
 
     Raises:
         UsageError: there is no place for it.
@@ -35,11 +41,21 @@ def temporary_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix="fsdp-conformance-"))
     except OSError as error:
         raise UsageError(told(error, "nothing was run")) from error
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after threads were waited for
+    _folders.append(folder)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@atexit.register  # threads have been waited for by then
+def remove_folders() -> None:
+    """Remove what is left of the temporary folders of this process, which ends."""
+    for folder in _folders:
+        for _ in range(TRIES):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
 
 
 def is_full(folder: Path) -> bool:

@@ -61,7 +61,6 @@ EXIT_BAD = 1
 EXIT_UNDECIDED = 2
 EXIT_USAGE = 64
 EXIT_INTERNAL = 70
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)

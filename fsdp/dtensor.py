@@ -22,6 +22,7 @@ from fsdp.engine.layout import Extent, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import WHOLE, FSDPParam, ParamModuleInfo, install_all, uid_of
+from fsdp.engine.sharing import is_refused, let_sharing_be_refused
 from fsdp.engine.torch_private import (
     DTensorSpec,
     dtensor_of,
@@ -48,6 +49,7 @@ class DTensorParam(FSDPParam):
         spec: mesh, placements and meta data of ``sharded``.
         whole_spec: the same of the whole parameter under tensor parallelism; None: a plain tensor.
         data_parallel_dims: dims of the parameter's mesh over which this package reduces.
+        address: of the memory in the shard to which ``sharded`` was last bound.
     """
 
     dim: int
@@ -55,6 +57,7 @@ class DTensorParam(FSDPParam):
     spec: DTensorSpec
     whole_spec: DTensorSpec | None
     data_parallel_dims: frozenset[int]
+    address: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +132,15 @@ def shard_parameter(
         data_parallel_dims=data_parallel_dims(original, info),
     )
     param.install(sharded)
-    expect_served(sharded, param.name)
+    _guard(param)
     return param
+
+
+def _guard(param: DTensorParam) -> None:
+    """Let what cannot be done to the registered DTensor be refused. Idempotent."""
+    if not is_refused(param.sharded):
+        expect_served(param.sharded, param.name)
+        let_sharing_be_refused(param.sharded, param.name)
 
 
 def with_own_storage(piece: torch.Tensor) -> torch.Tensor:
@@ -159,7 +169,19 @@ class DTensorExposure:
     ) -> None:
         """Point each DTensor at its piece; optimizers keep the object."""
         for param, piece in zip(params, pieces, strict=True):
-            set_local_tensor(param.sharded, with_own_storage(piece))
+            local = with_own_storage(piece)
+            set_local_tensor(param.sharded, local)
+            param.address = local.data_ptr()
+
+    def changed(self, params: Sequence[DTensorParam]) -> bool:
+        """Whether a DTensor has other memory: it was swapped, or its memory was moved.
+
+        On the host, to share a tensor with another process, or to send it there, does so.
+        """
+        for param in params:  # noqa: SIM110 - a generator costs as much again, before each gather
+            if param.sharded._local_tensor.data_ptr() != param.address:  # type: ignore[attr-defined]
+                return True
+        return False
 
     def requires_grad(self, params: Sequence[DTensorParam]) -> list[bool]:
         """Return which of the DTensors are to be trained."""
@@ -193,7 +215,7 @@ class DTensorExposure:
         if found is not param.sharded:
             param.sharded = cast("nn.Parameter", found)
             param.install(param.sharded)
-            expect_served(param.sharded, param.name)
+        _guard(param)
         param.spec = spec
 
     def leaf(self, param: DTensorParam, whole: torch.Tensor) -> nn.Parameter:
@@ -210,6 +232,9 @@ class DTensorExposure:
     def show_whole(self, params: Sequence[DTensorParam]) -> None:
         """Register the leaves."""
         install_all(params, map(WHOLE, params))
+
+    def check_whole(self, params: Sequence[DTensorParam]) -> None:
+        """Do nothing: the leaves belong to their group, which is told nothing of changes."""
 
     def show_post_forward(
         self,

@@ -108,10 +108,6 @@ def _add_whole(param: DTensor, _group: Mapping[str, Any]) -> None:
     zeros.add_(dtensor_of(whole, spec, requires_grad=False))
 
 
-def _sparse(_param: DTensor, _group: Mapping[str, Any]) -> None:
-    raise RuntimeError("those of sharded parameters are dense.")
-
-
 _NEEDS: dict[type[Optimizer], _Need] = {
     torch.optim.Adafactor: _Need(
         does="reads norms of whole tensors as numbers",
@@ -132,8 +128,5 @@ _NEEDS: dict[type[Optimizer], _Need] = {
         does="assigns to the elements that a mask chooses",
         attempt=_assign,
         remedy=f"{_FLAT}, whose shards are plain tensors, or another optimizer",
-    ),
-    torch.optim.SparseAdam: _Need(
-        does="takes sparse gradients only", attempt=_sparse, remedy="Adam"
     ),
 }

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp.engine.exposure import CutShard
 from fsdp.engine.param import WHOLE
+from fsdp.engine.shard import check_memory
 from fsdp.engine.torch_private import post_accumulate_hooks
 from fsdp.flat_parameter import (
     FLAT_PARAM,
@@ -88,6 +89,7 @@ class FlatExposure(BaseExposure):
 
         Raises:
             ValueError: it has another size.
+            RuntimeError: there is no memory behind it.
         """
         found = self._owner._parameters.get(FLAT_PARAM)
         if found is None:
@@ -97,10 +99,10 @@ class FlatExposure(BaseExposure):
                 f"the flat parameter was replaced by one of shape {tuple(found.shape)}; wanted "
                 f"{tuple(self.flat.shape)}"
             )
-        if found is not self._flat:
-            self._flat = found
-            found._is_flat_param = True  # type: ignore[attr-defined]
+        self._flat = found
+        found._is_flat_param = True  # type: ignore[attr-defined]  # also lost where it was swapped
         data = found.data
+        check_memory(data, f"the flat parameter that begins with '{params[0].name}'")
         for param, (offset, numel) in zip(params, self._places, strict=True):
             param.local = data.narrow(0, offset, numel)
 

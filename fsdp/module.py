@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp.comm_settings import CommSettings
 from fsdp.engine.hooks import wrap_method
+from fsdp.engine.sharing import refuse_to_share
 from fsdp.engine.unshard_handle import UnshardHandle, start_unshard
 from fsdp.pass_settings import PassSettings, states_of
 
@@ -79,6 +80,14 @@ class FSDPModule(PassSettings, CommSettings):
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for group in self._groups(recurse=True):
             group.reducer.drop_waiting()
+
+    def share_memory(self) -> NoReturn:
+        """Refuse: torch would look for the storage of a DTensor, which has none.
+
+        Raises:
+            NotImplementedError: always, before anything is shared.
+        """
+        refuse_to_share(f"module {type(self).__name__}")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the sharded parameters, then bring them back into the shards."""

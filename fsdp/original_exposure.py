@@ -98,7 +98,7 @@ class OriginalExposure(BaseExposure):
             if found is not param.original:
                 _check_shared(param)
                 param.original = found
-                mark_taken(found)
+            mark_taken(found)  # which is lost where it was swapped, too
             param.local = self._flattened(param, found.data)
 
     def requires_grad(self, params: Sequence[FlatParam]) -> list[bool]:

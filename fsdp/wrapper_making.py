@@ -123,7 +123,7 @@ def make_unit(unit: WrappedUnit, module: nn.Module, mesh: DeviceMesh, device: to
         offload_policy=CPUOffloadPolicy() if given.cpu_offload.offload_params else OffloadPolicy(),
         whole_reductions=True,
         kept=_kept(given),
-        edits=unit._exposure,
+        held=unit._exposure,
     )
     low = policy.param_dtype is not None and any(p.dtype != policy.param_dtype for p in params)
     after = info if _reshards(given.sharding_strategy, low=low) else None

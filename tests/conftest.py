@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -35,6 +36,9 @@ CHEAP = {
 }
 """Files in these folders, and tests in others of their files, whose cells train nothing: each is an
 error before anything happens."""
+FIRST = {"testing", "ranks"}
+"""Folders whose ranks no other folder uses. The first tests go to one worker in one piece, so that
+the others need not start such ranks as well."""
 STANDING_FOR_ALL = 2
 STRIDES = (1, 3, 5, 7, 11, 13, 17, 23, 31, 47, 71, 101, 151, 227, 347, 521)
 
@@ -60,8 +64,19 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 """Ids of all tests that this process has found, before any is left out."""
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Collect no garbage meanwhile: what is found stays, and looking at torch again takes long."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Collect it as usual from now on, but for what modules and tests consist of."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark most cells of large matrices as long."""
+    """Mark most cells of large matrices as long; put first what one worker should have alone."""
     config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     tests = [(item.path, getattr(item, "originalname", item.name)) for item in items]
     sizes, seen = Counter(tests), Counter[tuple[object, str]]()
@@ -72,6 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         matrix = MATRICES & places and not CHEAP & {item.path.stem, test[1]}
         if matrix and number % stride(sizes[test]):
             item.add_marker(pytest.mark.long)
+    items.sort(key=lambda item: item.path.parent.name not in FIRST)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,6 +13,7 @@ from conformance.checks.moments import moment_of
 from conformance.checks.registry import OBSERVED, check
 from conformance.ranks import CollectiveRecord
 from conformance.ranks.signature import difference
+from conformance.report.words import number
 
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 ALIGNMENT = 4
@@ -92,7 +93,7 @@ def _hold_once(
             moment=moment,
             cause=cause,
             sentence=f"step {step}, rank {rank}: {total} gradient elements reduced over ranks"
-            f" {list(ranks)} in {len(of_group)} collectives, expected {needed}"
+            f" {list(ranks)} in {number(len(of_group), 'collective')}, expected {needed}"
             f" (at most {allowed} with padding){thawed}",
             rank=rank,
             step=step,

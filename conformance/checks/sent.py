@@ -25,6 +25,8 @@ from conformance.models import ModelCase
 from conformance.oracle import units_of
 
 GATHERS = frozenset({"all_gather", "broadcast"})
+AT_ONCE = 2
+"""Micro-batches of a step of two forwards at once, whatever the case says of other steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Traffic:
     Attributes:
         rank: the rank.
         step: the step.
+        micro_batches: that it consists of.
+        at_once: whether all their forwards came before the first backward; each backward reduces.
         gathers: floating parameters that it gathered in forward and backward.
         reductions: floating gradients that it reduced there.
         later: what it gathered and reduced once gradients were final.
@@ -41,9 +45,27 @@ class Traffic:
 
     rank: int
     step: int
+    micro_batches: int
+    at_once: bool
     gathers: Sequence[Row]
     reductions: Sequence[Row]
     later: Sequence[Row]
+
+    @property
+    def whole(self) -> int:
+        """Elements reduced of which all ranks got the sum that gather each other's parts.
+
+        An all-reduce among replicas is none: of these ranks each has another part. Nor is one of a
+        single element, which is bookkeeping.
+        """
+        cut = [set(row["group_ranks"]) for row in self.gathers if row["op"] == "all_gather"]
+        return sum(
+            int(row["numel"])
+            for row in self.reductions
+            if row["op"] == "all_reduce"
+            and row["numel"] > 1
+            and any(len(ranks.intersection(row["group_ranks"])) > 1 for ranks in cut)
+        )
 
 
 def traffic(evidence: Evidence) -> Iterator[Traffic]:
@@ -57,13 +79,15 @@ def traffic(evidence: Evidence) -> Iterator[Traffic]:
         rows = [row for row in evidence.history.ranks[rank].collectives if _carries_values(row)]
         for step in steps:
             evidence.history.get(rank, "parameters", step=step)
-            if any(row["phase"] == f"step {step}/both" for row in rows):
-                continue  # two forwards at once: who frees when is not said
+            both = [row for row in rows if row["phase"] == f"step {step}/both"]
             inside = [row for row in rows if row["phase"].startswith(f"step {step}/micro ")]
+            inside += both
             parts = {f"step {step}/{part}" for part in ("clip", "optimizer", "after")}
             yield Traffic(
                 rank=rank,
                 step=step,
+                micro_batches=AT_ONCE if both else evidence.case.accumulation,
+                at_once=bool(both),
                 gathers=[row for row in inside if row["op"] in GATHERS],
                 reductions=[row for row in inside if reduces_gradients(row)],
                 later=[row for row in rows if row["phase"] in parts],
@@ -102,12 +126,15 @@ class Need:
         elements: of them.
         shards: ranks among which they are cut.
         padded: the most that layouts make of `elements`.
+        uncut: the most of which every rank may get the sum: of each parameter one number, such as
+            whether it has a gradient, or all of it if it is no larger than what padding may be.
     """
 
     names: frozenset[str]
     elements: int
     shards: int
     padded: int
+    uncut: int
 
     def allowed(self, times: int, collectives: int) -> int:
         """Most elements that may travel if all do so `times` times, in so many collectives.
@@ -132,6 +159,7 @@ def need(evidence: Evidence, names: Iterable[str], shards: int) -> Need:
             )
             for name in chosen
         ),
+        uncut=sum(n if n <= ALIGNMENT else 1 for n in map(parts.numel, chosen)),
     )
 
 

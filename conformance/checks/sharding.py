@@ -173,7 +173,8 @@ def _hold_sharded(
         held.bytes <= allowed,
         moment=moment,
         cause=Cause.NOT_SHARDED,
-        sentence=f"{held.taken(evidence)} sharding needs {allowed}, one full copy {whole}:"
+        sentence=f"{held.taken(evidence)} sharding needs at most {allowed} with padding, one full"
+        f" copy {whole}:"
         f" {MEANING[Cause.NOT_SHARDED]}",
         got=held.bytes,
         expected=allowed,

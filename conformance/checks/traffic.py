@@ -28,6 +28,7 @@ from conformance.checks.sent import (
     with_gradients,
 )
 from conformance.models import ModelCase
+from conformance.report.words import number
 
 LAST = 10**9
 """Position of what can be judged only when its phase is over."""
@@ -62,7 +63,7 @@ def _hold_gathers(evidence: Evidence, ledger: Ledger, step: Traffic, shards: int
     declared = evidence.conventions
     model = anatomy(evidence.model)
     due = need(evidence, model.distinct, shards)
-    times = PASSES[declared.gathers] * evidence.case.accumulation
+    times = PASSES[declared.gathers] * step.micro_batches
     size = size_sent(evidence, declared.gathered_as)
     share = (shards - 1) / shards
     told = sum(sent(row) for row in step.gathers)
@@ -78,8 +79,8 @@ def _hold_gathers(evidence: Evidence, ledger: Ledger, step: Traffic, shards: int
         cause=cause,
         got=told,
         expected=due.elements * times * share * size,
-        what=f"bytes of parameters sent in {len(step.gathers)} collectives, which gathers"
-        f" {declared.gathers} in each of {evidence.case.accumulation} micro-batches",
+        what=f"bytes of parameters sent in {number(len(step.gathers), 'collective')}, which gathers"
+        f" {declared.gathers} in each of {step.micro_batches} micro-batches",
     )
 
 
@@ -90,8 +91,8 @@ def _hold_reductions(evidence: Evidence, ledger: Ledger, step: Traffic, shards: 
         return
     used = need(evidence, with_gradients(evidence, step.step), shards)
     most = need(evidence, travelling(evidence.model), shards)
-    own = "no_sync" in evidence.capabilities
-    times = 1 if own else evidence.case.accumulation
+    own = "no_sync" in evidence.capabilities and not step.at_once
+    times = 1 if own else step.micro_batches
     size = size_sent(evidence, evidence.conventions.reduced_as)
     count = len(step.reductions)
     allowed = _reduced(evidence, most.allowed(times, count), shards) * size
@@ -100,8 +101,13 @@ def _hold_reductions(evidence: Evidence, ledger: Ledger, step: Traffic, shards: 
     # who does not claim no_sync may wait for the last micro-batch all the same
     least = _reduced(evidence, used.elements, shards, least=True)
     expected = _reduced(evidence, times * used.elements, shards) * size
+    # of a parameter that is cut each rank is due its part: this is seen whatever padding may be
+    free = shards == 1 or evidence.conventions.reduces == "whole"
+    scattered = free or step.whole <= times * most.uncut
     if elements < least:
         cause = Cause.NOT_REDUCED
+    elif not scattered:
+        cause = Cause.NOT_SCATTERED
     elif elements * size <= allowed:
         cause = Cause.WRONG_DTYPE
     else:
@@ -110,21 +116,17 @@ def _hold_reductions(evidence: Evidence, ledger: Ledger, step: Traffic, shards: 
         evidence,
         ledger,
         step,
-        held=least <= elements and told <= allowed,
+        held=least <= elements and told <= allowed and scattered,
         cause=cause,
         got=told,
         expected=expected,
-        what=f"bytes of gradients sent in {count} collectives",
+        what=f"bytes of gradients sent in {number(count, 'collective')}",
     )
 
 
 def _why_more(evidence: Evidence, step: Traffic, most: Need, times: int) -> Cause:
     """Why more gradient elements have travelled than is allowed."""
     shards, count = most.shards, len(step.reductions)
-    if shards > 1 and evidence.conventions.reduces == "part":
-        whole = sum(row["numel"] for row in step.reductions if row["op"] == "all_reduce")
-        if whole > most.allowed(times, count) / shards:  # that much is due among replicas
-            return Cause.NOT_SCATTERED
     every = need(evidence, anatomy(evidence.model).distinct, shards).allowed(times, count)
     enough = elements_sent(step.reductions) <= _reduced(evidence, every, shards)
     return Cause.UNEXPECTED_GRADIENT if enough else Cause.REDUCED_REPEATEDLY
@@ -193,8 +195,10 @@ def collectives_regathered(evidence: Evidence, ledger: Ledger) -> None:
         return
     kept = in_units(evidence.model)
     for step in traffic(evidence):
+        if step.at_once:
+            continue  # who frees when is not said
         used = with_gradients(evidence, step.step, step.rank) & kept
-        due = need(evidence, used, shards).elements * evidence.case.accumulation
+        due = need(evidence, used, shards).elements * step.micro_batches
         got = sum(int(row["numel"]) for row in step.gathers if len(row["group_ranks"]) > 1)
         _hold(
             evidence,

@@ -55,7 +55,6 @@ def losses_value(evidence: Evidence, ledger: Ledger) -> None:
                 **seen.where,
             )
     _blame_evaluation(evidence, ledger)
-    _blame_some_weights(evidence, ledger)
 
 
 def _blame_evaluation(evidence: Evidence, ledger: Ledger) -> None:
@@ -80,31 +79,6 @@ def _blame_evaluation(evidence: Evidence, ledger: Ledger) -> None:
         return
     why = "; all before it is right, its own loss and what it left"
     _name(ledger, first, Cause.CHANGED_BY_EVAL, why)
-
-
-def _blame_some_weights(evidence: Evidence, ledger: Ledger) -> None:
-    """Inexplicable losses of one step are of older weights, some of them, if they lie between.
-
-    Between the oracle's and what all weights of the step before give, on every rank that is wrong;
-    what the step before left must be right.
-    """
-    first = ledger.first()
-    if first is None or first.cause is not Cause.UNEXPLAINED or "micro" not in first.where:
-        return
-    step, gaps = int(first.where["step"]), []
-    for one in ledger.mismatches:
-        at = {"step": step, "micro": one.where.get("micro")}
-        stale = evidence.oracle.reference.find(int(one.where["rank"]), "stale_loss", at)
-        if one.where.get("step") == step and stale is not None and one.error is not None:
-            due = float(one.where["expected"])
-            gaps.append((float(one.where["got"]) - due, float(as_tensor(stale.value)) - due))
-    between = len(gaps) > 1 and all(0 < off / gap < 1 if gap else False for off, gap in gaps)
-    where = {"step": step - 1}
-    if between and all(
-        _right(evidence, rank, ("parameters", "buffers"), where) for rank in range(evidence.world)
-    ):
-        why = "; in part: it lies between the oracle's and that of all weights of the step before"
-        _name(ledger, first, Cause.STALE, why)
 
 
 def _name(ledger: Ledger, first: Mismatch, cause: Cause, why: str) -> None:

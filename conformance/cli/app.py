@@ -14,8 +14,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from conformance.cli import options as o
+from conformance.cli.interrupt import leaving_on_signals
 from conformance.errors import UsageError, unknown
-from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USAGE
+from conformance.verdicts import EXIT_INTERNAL, EXIT_USAGE
 
 PROGRAM = "fsdp-conformance"
 
@@ -44,7 +45,10 @@ class WithRanks(TyperCommand):
 
         _alone()
         with forkserver_starting():
-            return super().invoke(ctx)
+            from conformance.cli.show import noting  # while ranks are on their way
+
+            with noting(quiet=ctx.params.get("quiet", False)):
+                return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -187,6 +191,7 @@ def fuzz(  # noqa: PLR0913 - one parameter an option
     expect: o.Expect = None,
     timeout: o.Timeout = 60.0,
     seed: o.Seed = 0,
+    quiet: o.Quiet = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Draw models, programs, variants and worlds, and shrink what goes wrong.
 
@@ -203,6 +208,7 @@ def fuzz(  # noqa: PLR0913 - one parameter an option
         expect=expect,
         timeout=timeout,
         seed=seed,
+        quiet=quiet,
     )
     raise typer.Exit(fuzz_command(adapters, options))
 
@@ -212,28 +218,28 @@ def main() -> None:
     # as `python -m` does: adapters of the working directory can be named
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
+    with leaving_on_signals():
+        sys.exit(_status())
+
+
+def _status() -> int:
+    """The exit status of the command that stands in `sys.argv`, once it is done."""
     try:
         returned = app(prog_name=PROGRAM, standalone_mode=False)
-        status = returned if isinstance(returned, int) else 0
-        if status == EXIT_INTERRUPTED:  # the parser may turn an interrupt into a status
-            raise KeyboardInterrupt
+        return returned if isinstance(returned, int) else 0
     except UsageError as error:
-        status = _complain(str(error), EXIT_USAGE)
+        return _complain(str(error), EXIT_USAGE)
     except WRONG_USAGE as error:
         if sys.argv[1:]:
-            status = _complain(error.format_message(), EXIT_USAGE)
-        else:  # the parser's message is then the help
-            sys.stderr.write(f"{error.format_message()}\n")
-            status = EXIT_USAGE
-    except (KeyboardInterrupt, typer.Abort):
-        status = _complain("interrupted", EXIT_INTERRUPTED)
+            return _complain(error.format_message(), EXIT_USAGE)
+        sys.stderr.write(f"{error.format_message()}\n")  # the parser's message is then the help
+        return EXIT_USAGE
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = EXIT_INTERNAL
+        return EXIT_INTERNAL
     except Exception:
         traceback.print_exc()
-        status = _complain("internal fault; please report the lines above", EXIT_INTERNAL)
-    sys.exit(status)
+        return _complain("internal fault; please report the lines above", EXIT_INTERNAL)
 
 
 def _alone() -> None:

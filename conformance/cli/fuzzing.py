@@ -13,9 +13,9 @@ from pathlib import Path
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from conformance.checks import CHECKS
-from conformance.cli.interrupt import leaving_on_interrupt
+from conformance.cli.interrupt import telling
 from conformance.cli.options import worlds_of
-from conformance.cli.show import note
+from conformance.cli.show import Ticker, note
 from conformance.drawing import Example, examples
 from conformance.errors import UsageError
 from conformance.expectations import Expectations, read_expectations
@@ -44,6 +44,7 @@ class FuzzOptions:
     expect: Path | None
     timeout: float
     seed: int
+    quiet: bool
 
 
 def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
@@ -65,7 +66,8 @@ def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
     devices = {world: device_for(options.device, world) for world in worlds}
     if not any(world % adapter.replicas == 0 for world in worlds for _, adapter in subjects):
         raise UsageError(f"--world {options.worlds}: too few ranks for the replicas of any variant")
-    note(notes(options.device, worlds[-1]))
+    if not options.quiet:
+        note(notes(options.device, worlds[-1]))
     with temporary_folder() as folder:
         # what Hypothesis remembers from run to run would lie in the user's folder
         set_hypothesis_home_dir(folder / "hypothesis")
@@ -86,8 +88,8 @@ def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
                 examples=options.examples,
                 seed=options.seed,
             )
-            hunt = Hunt(search, judged, where(devices))
-            with leaving_on_interrupt(folder, hunt.summary):
+            hunt = Hunt(search, judged, where(devices), Ticker(quiet=options.quiet))
+            with telling(hunt.rest):
                 return hunt.follow()
 
 
@@ -170,35 +172,51 @@ class Judged:
 class Hunt:
     """A search as it is shown."""
 
-    def __init__(self, search: Search, judged: Judged, where: str) -> None:
+    def __init__(self, search: Search, judged: Judged, where: str, ticker: Ticker) -> None:
         """Begins now; `where` says with which ranks."""
-        self._search, self._judged, self._where = search, judged, where
+        self._search = replace(search, judge=self._judge)
+        self._judged, self._where, self._ticker = judged, where, ticker
         self._started, self._found = time.monotonic(), 0
 
     def follow(self) -> int:
         """Show every deviation as it is found, then the summary; returns the exit status."""
         for deviation in self._search.deviations():
+            self._ticker.clear()
             self._found += 1
             sys.stdout.write(deviation_text(deviation))
             sys.stdout.flush()
-        faults = self._judged.faults.values()
-        for fault in faults:
-            lines = "\n".join(indented(fault.sentence, 6))
-            sys.stdout.write(f"ERROR  {fault.id}\n{lines}\n\n")
-        sys.stdout.write(self.summary() + "\n")
+        self._ticker.clear()
+        sys.stdout.write(self.rest())
         if self._found:
             return EXIT_BAD
-        return EXIT_OK if self._judged.checks and not faults else EXIT_UNDECIDED
+        return EXIT_OK if self._judged.checks and not self._judged.faults else EXIT_UNDECIDED
 
-    def summary(self) -> str:
-        """How far the search is, in one line."""
-        seconds, tried = time.monotonic() - self._started, self._search.tried
-        refused = f" ({self._search.refused} refused)" if self._search.refused else ""
-        return (
-            f"{number(tried, 'example')}{refused}, {number(self._found, 'deviation')},"
+    def rest(self) -> str:
+        """What is known, as far as the search is, and was not shown when it was found."""
+        search, seconds = self._search, time.monotonic() - self._started
+        unfinished, found = search.unfinished, self._found
+        text = ""
+        if unfinished is not None:
+            text, found = deviation_text(unfinished), found + 1
+        for fault in list(self._judged.faults.values()):
+            lines = "\n".join(indented(fault.sentence, 6))
+            text += f"ERROR  {fault.id}\n{lines}\n\n"
+        refused = f" ({search.refused} refused)" if search.refused else ""
+        summary = (
+            f"{number(search.tried, 'example')}{refused}, {number(found, 'deviation')},"
             f" {number(self._judged.checks, 'check')} passed in {seconds:.1f} s,"
-            f" {tried / seconds:.1f} examples a second ({self._where}, seed {self._search.seed})"
+            f" {search.tried / seconds:.1f} examples a second ({self._where}, seed {search.seed})"
         )
+        return text + "".join(f"{line}\n" for line in indented(summary, 0))
+
+    def _judge(self, example: Example) -> Sequence[Finding]:
+        search, seconds = self._search, time.monotonic() - self._started
+        smaller = "; making one smaller" if search.unfinished else ""
+        self._ticker.show(
+            f"{search.tried} of {number(search.examples, 'example')},"
+            f" {number(self._found, 'deviation')} in {seconds:.0f} s{smaller}"
+        )
+        return self._judged(example)
 
 
 def deviation_text(deviation: Deviation) -> str:
@@ -208,6 +226,8 @@ def deviation_text(deviation: Deviation) -> str:
     lines += about_text(finding)
     if deviation.met != deviation.example:
         lines.append(f"      first met after {number(deviation.tried, 'example')}: {deviation.met}")
+    if not deviation.smallest:
+        lines.append("      the search was ended before this was as small as it gets")
     if not deviation.steady:
         lines.append("      when it was repeated, it passed")
     return "\n".join([*lines, f"      {finding.repro}", "", ""])

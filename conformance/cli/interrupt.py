@@ -1,54 +1,98 @@
-"""What an interrupt does while ranks run: the process ends at once, its files are in order."""
+"""What ends a command from outside: an interrupt, and what `timeout`, a CI or a terminal sends.
+
+Knows signals and what must be in order when a process ends at once. Must not import torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
-from conformance.ranks.servers import end_servers
-from conformance.verdicts import EXIT_INTERRUPTED
+from conformance.room import remove_folders
 
+ENDING = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "ended by SIGTERM",
+    signal.SIGHUP: "ended by SIGHUP",
+}
+"""What ends a command, and how that is told."""
+SERVERS = "conformance.ranks.servers"
+
+START_OF_LINE = "\r\x1b[K"
+"""Goes there, and takes away what stands in the line."""
 _SHOW_CURSOR = "\x1b[?25h"
+
+_told: list[tuple[Callable[[], str], str]] = []
+"""What commands of this process would say; the last one that began is the one that goes on."""
 
 
 @contextmanager
-def leaving_on_interrupt(
-    remove: Path | None = None, note: Callable[[], str] = str
-) -> Iterator[None]:
-    """Inside, an interrupt ends this process with its own status.
+def leaving_on_signals() -> Iterator[None]:
+    """Inside, a signal of `ENDING` ends this process at once, with the status that shells give it.
 
     An exception would not do: threads wait for ranks, and an orderly exit would wait for those
-    threads. Ranks end before this process does.
-
-    Args:
-        remove: a temporary folder that nobody else would remove.
-        note: what the user should know then; by default nothing.
+    threads. Ranks end and temporary folders go, then it is told what is known (see `telling`). What
+    this process was started to ignore, as under ``nohup``, it ignores.
     """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        end_servers()
-        if remove is not None:
-            shutil.rmtree(remove, ignore_errors=True)
-        if sys.stdout.isatty():
-            sys.stdout.write(_SHOW_CURSOR)  # a progress bar hides it
-            sys.stdout.flush()
-        said = note()
-        text = f"fsdp-conformance: interrupted{'; ' + said if said else ''}\n"
-        os.write(sys.stderr.fileno(), text.encode())
-        os._exit(EXIT_INTERRUPTED)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, leave)
+    before = {number: signal.getsignal(number) for number in ENDING}
+    heard = [number for number in ENDING if before[number] is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, _leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+@contextmanager
+def telling(known: Callable[[], str] = str, note: str = "") -> Iterator[None]:
+    """Inside, a process that is ended says what is known so far.
+
+    Args:
+        known: the results until then, for standard output. Called in the midst of anything, so it
+            only reads.
+        note: what else to know then, in one line beside the results.
+    """
+    _told.append((known, note))
+    try:
+        yield
+    finally:
+        _told.pop()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)  # what goes to a group as well comes twice
+    servers = sys.modules.get(SERVERS)  # by whom ranks are started: else there are none
+    if servers is not None:
+        servers.end_servers()
+    known, note = _told[-1] if _told else (str, "")
+    text = ""
+    with contextlib.suppress(Exception):  # whatever state the process is in, it ends
+        text = known()
+    remove_folders()  # before a write, which may have to wait for who reads
+    _write(sys.__stdout__, text)
+    line = f"{ENDING[signal.Signals(number)]}{'; ' + note if note else ''}"
+    _write(sys.__stderr__, f"fsdp-conformance: {line}\n")
+    remove_folders()  # a thread may have begun its next case
+    os._exit(128 + number)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write to what stands behind a stream, which may itself be in the midst of a write."""
+    if stream is None:
+        return
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        stream.flush()
+    with contextlib.suppress(OSError, ValueError):
+        if stream.isatty():  # a bar stands there, and hides the cursor
+            text = f"{START_OF_LINE}{_SHOW_CURSOR}{text}"
+        with open(stream.fileno(), "w", encoding="utf-8", errors="replace", closefd=False) as plain:
+            plain.write(text)

@@ -40,20 +40,39 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
     return callback
 
 
-def at_least(least: int) -> Callable[[typer.CallbackParam, Any], Any]:
-    """A callback of the parser: numbers from `least` on, or none."""
+def _read(option: typer.CallbackParam, text: str, kind: Callable[[str], Any], called: str) -> Any:
+    """The number that stands in `text`, which the parser is told to leave alone."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{option.opts[0]} {text}: expected {called}") from None
 
-    def callback(option: typer.CallbackParam, value: Any) -> Any:
-        if value is not None and value < least:
-            raise UsageError(f"{option.opts[0]} {value}: at least {least}")
-        return value
+
+def at_least(least: int) -> Callable[[typer.CallbackParam, Any], Any]:
+    """A callback of the parser: whole numbers from `least` on, or none."""
+
+    def callback(option: typer.CallbackParam, text: str | None) -> int | None:
+        if text is None:
+            return None
+        number: int = _read(option, text, int, "a whole number")
+        if number < least:
+            raise UsageError(f"{option.opts[0]} {number}: at least {least}")
+        return number
 
     return callback
 
 
-def _is_time(seconds: float) -> None:
+def _world(option: typer.CallbackParam, text: str) -> int:
+    world: int = _read(option, text, int, "a number of ranks, such as 2")
+    check_world(world)
+    return world
+
+
+def _time(option: typer.CallbackParam, text: str) -> float:
+    seconds: float = _read(option, text, float, "a number of seconds")
     if not seconds > 0:  # also if it is no number
-        raise UsageError(f"--timeout {seconds:g}: more than 0 seconds")
+        raise UsageError(f"{option.opts[0]} {seconds:g}: more than 0 seconds")
+    return seconds
 
 
 def worlds_of(text: str) -> list[int]:
@@ -152,7 +171,10 @@ Run = Annotated[
 World = Annotated[
     int,
     typer.Option(
-        metavar="N", help="Number of ranks, all on this machine.", callback=checked(check_world)
+        metavar="N",
+        help="Number of ranks, all on this machine.",
+        parser=str,
+        callback=_world,
     ),
 ]
 Worlds = Annotated[
@@ -237,6 +259,7 @@ Jobs = Annotated[
     typer.Option(
         metavar="N",
         help="Cases at once; by default what cores or accelerators allow.",
+        parser=str,
         callback=at_least(1),
     ),
 ]
@@ -246,15 +269,21 @@ Timeout = Annotated[
         metavar="SECONDS",
         help="Seconds that the ranks have for one case, after which it is HANG. The start of the"
         " first ranks and the oracle's run, which has as long, come before.",
-        callback=checked(_is_time),
+        parser=str,
+        callback=_time,
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(metavar="N", help="Of every random number.", callback=at_least(0))
+    int, typer.Option(metavar="N", help="Of every random number.", parser=str, callback=at_least(0))
 ]
 Examples = Annotated[
     int,
-    typer.Option(metavar="N", help="How many to try, shrinking not counted.", callback=at_least(1)),
+    typer.Option(
+        metavar="N",
+        help="How many to try, shrinking not counted.",
+        parser=str,
+        callback=at_least(1),
+    ),
 ]
 Mutant = Annotated[str | None, typer.Option(metavar="NAME", help="A defect to plant first.")]
 Mutants = Annotated[

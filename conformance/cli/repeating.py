@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.case import Case
 from conformance.checks import CHECKS
-from conformance.cli.interrupt import leaving_on_interrupt
 from conformance.cli.options import HISTORIES
 from conformance.cli.show import note
 from conformance.errors import UsageError, unknown
@@ -67,7 +67,7 @@ def repro_command(
             directory=folder,
             baseline=baseline,
         )
-        with leaving_on_interrupt(folder), Session(setting) as session:
+        with Session(setting) as session:
             matrix = Matrix(
                 histories=lambda i: session.run(i.subject, i.planned.case, probe=i.planned.probe),
                 root=setting.directory,
@@ -150,7 +150,9 @@ def recheck_command(directory: Path) -> int:
         lacks = "the run is partial"
     status = status_of(log.reported, stale, whole=not lacks)
     if lacks:
-        sys.stdout.write(f"{lacks}, so not everything was judged: exit status {status}\n")
+        decided = status == status_of(log.reported, stale)
+        why = "; what was makes the exit status" if decided else ": exit status"
+        sys.stdout.write(f"{lacks}, so not everything was judged{why} {status}\n")
     return status
 
 
@@ -236,7 +238,9 @@ def comparison_text(stored: Log, again: Again) -> str:
             f"not judged again: {number(len(gone), 'finding')}, of {cases} without history"
         )
     if not lines:
-        all_same = f"all {len(after)} findings are the same"
+        roles = Counter(role for role, _ in after)
+        told = ", ".join(f"{roles[role]} {role}" for role in Role if roles[role])
+        all_same = f"all {len(after)} findings are the same ({told})"
         lines = [f"recheck: {all_same if after else 'nothing was judged'}"]
     return "\n".join(lines)
 

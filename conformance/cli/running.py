@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conformance.cli.interrupt import leaving_on_interrupt
+from conformance.cli.interrupt import telling
 from conformance.cli.options import HISTORIES, is_new
 from conformance.cli.show import Progress, complain, note, progress_for
 from conformance.errors import UsageError
@@ -72,11 +72,12 @@ def run_command(selection: Selection, options: RunOptions, command: Sequence[str
         fields = header(work, selection, setting, expectations, command)
         kept = options.out is not None
         partial = f"{folder / LOG_NAME} is partial" if kept else ""
+        apart = "" if options.quiet else "\n"  # from what was shown of each case
         started = time.monotonic()
         with (
-            leaving_on_interrupt(None if kept else folder, lambda: partial),
             # full, a folder that goes at the end anyway must not end the run
             RunLog(folder if kept else None, fields) as log,
+            telling(lambda: apart + report_text(log.log), partial),
             progress_for(len(work.items), quiet=options.quiet) as progress,
         ):
             judge_all(work, setting, expectations, log, progress, jobs)

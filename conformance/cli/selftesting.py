@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from conformance.cli.interrupt import leaving_on_interrupt
+from conformance.cli.interrupt import telling
 from conformance.cli.kill_page import counted, kills_page
 from conformance.cli.show import complain, note
 from conformance.machine import CPU, cores, default_jobs, device_for, notes
@@ -44,12 +44,21 @@ def selftest_command(
     note(here)
     jobs = jobs or default_jobs(world, device)
     started = time.monotonic()
-    with temporary_folder() as folder:
+    where = f"{number(world, 'rank')} on {device}"
+    results: list[Diagonal] = []
+
+    def done(result: Diagonal) -> None:
+        results.append(result)
+        _show(result)
+
+    def known() -> str:
+        return diagonal_text(results, where, time.monotonic() - started, planned=len(mutants))
+
+    with temporary_folder() as folder, telling(known):
         setting = Setting(world=world, device=device, timeout=timeout, directory=folder)
-        with leaving_on_interrupt(folder):
-            results = diagonal(setting, mutants, jobs=jobs, done=_show)
-    where, seconds = f"{number(world, 'rank')} on {device}", time.monotonic() - started
-    sys.stdout.write(diagonal_text(results, where, seconds))
+        diagonal(setting, mutants, jobs=jobs, done=done)
+    seconds = time.monotonic() - started
+    sys.stdout.write(known())
     status = diagonal_status(results)
     if page is not None:
         text = kills_page(results, _circumstances(world, device, seconds))
@@ -74,8 +83,13 @@ def mutant_text(result: Diagonal) -> str:
     return f"{result.kill.upper():<15} {result.mutant} ({result.check}: {result.cause})"
 
 
-def diagonal_text(results: Sequence[Diagonal], where: str, seconds: float) -> str:
-    """The mutants that were not killed as stated, then those left out and why, then the counts."""
+def diagonal_text(
+    results: Sequence[Diagonal], where: str, seconds: float, *, planned: int = 0
+) -> str:
+    """The mutants that were not killed as stated, then those left out and why, then the counts.
+
+    Fewer results than were `planned` are those of a command that was ended.
+    """
     lines: list[str] = []
     for result in results:
         if result.kill not in GOOD:
@@ -88,7 +102,10 @@ def diagonal_text(results: Sequence[Diagonal], where: str, seconds: float) -> st
             left_out.setdefault(f"{result.kill}: {result.sentence}", []).append(result.mutant)
     for reason, names in left_out.items():
         lines += ["", f"not measured, {reason}", *indented(", ".join(names), 6)]
-    lines += ["", f"{counted(results)} in {seconds:.1f} s ({where})", ""]
+    total = counted(results) or "nothing measured"
+    if len(results) < planned:
+        total = f"PARTIAL: {len(results)} of {number(planned, 'mutant')}; {total}"
+    lines += ["", f"{total} in {seconds:.1f} s ({where})", ""]
     return "\n".join(lines)
 
 

@@ -5,7 +5,10 @@ The bar stands on standard output's terminal and goes when the report comes.
 
 from __future__ import annotations
 
+import logging
+import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from conformance.cli.interrupt import START_OF_LINE
 from conformance.item import Item
 from conformance.report.lines import Reported, Role
 from conformance.report.plain import case_lines
 from conformance.verdicts import BAD, Verdict
+
+EVERY = 10.0
+"""Seconds between two lines that say how far something is."""
 
 
 class Progress:
@@ -58,6 +65,36 @@ class Live(Progress):
         self._bar.update(self._task, advance=1, verdicts=shown, now=now)
 
 
+class Ticker:
+    """One line that says how far something is, beside the results, not among them.
+
+    On a terminal it is written over and over, elsewhere there is one every `EVERY` seconds.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        """Nothing is shown yet; nothing ever, if it is to be quiet."""
+        self._quiet, self._last = quiet, time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Say how far it is now."""
+        now = time.monotonic()
+        if self._quiet:
+            return
+        if sys.stderr.isatty():
+            self.clear()
+            sys.stderr.write(text[: shutil.get_terminal_size().columns - 1])
+        elif now - self._last >= EVERY:
+            self._last = now
+            sys.stderr.write(f"fsdp-conformance: {text}\n")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Make room for what comes on the same terminal."""
+        if not self._quiet and sys.stderr.isatty():
+            sys.stderr.write(START_OF_LINE)
+            sys.stderr.flush()
+
+
 def complain(sentence: str) -> None:
     """Say in one line what went wrong; beside the results, not among them."""
     sys.stderr.write(f"fsdp-conformance: {' '.join(sentence.split())}\n")
@@ -69,6 +106,23 @@ def note(lines: Iterable[str]) -> None:
     for line in lines:
         sys.stderr.write(f"fsdp-conformance: note: {line}\n")
     sys.stderr.flush()
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note([record.getMessage()])
+
+
+@contextmanager
+def noting(*, quiet: bool) -> Iterator[None]:
+    """Inside, what rooms that print nothing log as a warning is told as a note, or not at all."""
+    logger = logging.getLogger("conformance")
+    handler = logging.NullHandler() if quiet else _Notes()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager

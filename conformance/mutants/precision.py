@@ -145,6 +145,13 @@ class GradientsKeptAsComputed(OtherDtypes):
         """They are not cast back."""
         return {**dtypes, "keep_low_precision_grads": True}
 
+    def build(
+        self, model: nn.Module, make_optimizer: OptimizerFactory, config: BuildConfig
+    ) -> Wrapped:
+        """The kernels for many parameters at once, default on accelerators, take one dtype only."""
+        one_by_one = {**make_optimizer.defaults, "foreach": False}
+        return super().build(model, replace(make_optimizer, defaults=one_by_one), config)
+
 
 @mutant(
     check="dtypes.results",

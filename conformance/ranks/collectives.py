@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -143,7 +142,7 @@ class CollectiveRecorder:
 
     def _leave(self, index: int) -> None:
         now = self._ring.leave(index) if self._ring is not None else time.monotonic()
-        self.records[index] = replace(self.records[index], left=now)
+        self.records[index].left = now
 
 
 def _members(call: Call) -> tuple[int, ...]:

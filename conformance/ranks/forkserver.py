@@ -45,8 +45,10 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=channel_fd)
     server = _Server(channel, exits_fd)
+    gc.disable()  # a tenth of the imports would be collections that find nothing
     try:
         _import_all([*preload, "conformance.ranks.worker"])
+        gc.enable()
         gc.collect()
         server.adopt_orphans()
         gc.freeze()  # the ranks' collections then neither visit nor copy what is shared

@@ -7,6 +7,7 @@ Knows files and lists of devices. Must not know ranks or jobs, and imports torch
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -23,6 +25,11 @@ __all__ = ["Leases", "Visible", "leases_of", "visible_devices", "visible_variabl
 LEASE_TIMEOUT = 1800.0
 """Seconds that a job waits for its devices; the jobs in front of it are bounded themselves."""
 
+TOLD_AFTER = 10.0
+"""Seconds of waiting after which that is logged; of waits that are alike, a process logs one."""
+
+_logger = logging.getLogger(__name__)
+_OTHERS = "other jobs of this user"
 _TICK = 0.01
 _SUFFIXES = ("_VISIBLE_DEVICES", "_AFFINITY_MASK")
 _OF_CONTAINERS = frozenset({"NVIDIA_VISIBLE_DEVICES"})
@@ -103,7 +110,8 @@ class Leases:
     ) -> Iterator[tuple[int, ...]]:
         """Inside, `count` devices belong to this thread; gives their indices, ascending.
 
-        *Blocks* until they are free. A thread that holds some must not ask for more.
+        *Blocks* until they are free, and logs that it does if that takes longer than `TOLD_AFTER`.
+        A thread that holds some must not ask for more.
 
         Args:
             count: at most as many as are visible.
@@ -120,36 +128,32 @@ class Leases:
                 f"({self.visible.variable})"
             )
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        taken = self._wait(count, tuple(prefer), time.monotonic() + timeout, timeout)
+        taken = self._wait(count, tuple(prefer), timeout)
         try:
             yield tuple(sorted(taken))
         finally:
             for lock in taken.values():
                 lock.release()
 
-    def _wait(
-        self, count: int, prefer: tuple[int, ...], deadline: float, timeout: float
-    ) -> dict[int, FileLock]:
+    def _wait(self, count: int, prefer: tuple[int, ...], timeout: float) -> dict[int, FileLock]:
         """The locks of `count` devices.
 
         Only who stands at the head of the queue takes locks, and nobody queues who holds one: so no
         two processes ever wait for each other.
         """
-        head = self._lock("queue")
+        head, started = self._lock("queue"), time.monotonic()
         try:
-            head.acquire(timeout=timeout, poll_interval=_TICK)
-        except Timeout as error:
-            raise self._too_late(count, timeout) from error
-        try:
-            while True:
-                taken = self._try(count, prefer)
-                if taken:
-                    return taken
-                if time.monotonic() >= deadline:
+            while not (taken := self._try(count, prefer) if _is_held(head) else {}):
+                waited = time.monotonic() - started
+                if waited >= TOLD_AFTER:
+                    devices = f"{count} {self.kind} device{'' if count == 1 else 's'}"
+                    _log_once(f"waiting for {devices} that {_OTHERS} hold{self._where}")
+                if waited >= timeout:
                     raise self._too_late(count, timeout)
                 time.sleep(_TICK)
         finally:
             head.release()
+        return taken
 
     def _try(self, count: int, prefer: tuple[int, ...]) -> dict[int, FileLock]:
         """Locks of `count` free devices, {} if fewer are free."""
@@ -157,8 +161,7 @@ class Leases:
             free: dict[int, FileLock] = {}
             for index, name in enumerate(self.visible.names):
                 lock = self._lock(name)
-                with contextlib.suppress(Timeout):
-                    lock.acquire(blocking=False)
+                if _is_held(lock):
                     free[index] = lock
                     stack.callback(lock.release)
             if len(free) < count:
@@ -176,9 +179,25 @@ class Leases:
     def _too_late(self, count: int, timeout: float) -> RuntimeError:
         return RuntimeError(
             f"{count} of {len(self)} devices of type {self.kind} were not free within "
-            f"{timeout:g} s: other jobs of this user hold them (lock files in {self._directory}); "
-            "end those, or start fewer workers"
+            f"{timeout:g} s: {_OTHERS} hold them{self._where}; end those, or start fewer workers"
         )
+
+    @property
+    def _where(self) -> str:
+        return f" (lock files in {self._directory})"
+
+
+def _is_held(lock: FileLock) -> bool:
+    """Whether this thread has the lock, if nobody else has it."""
+    if not lock.is_locked:
+        with contextlib.suppress(Timeout):
+            lock.acquire(blocking=False)
+    return lock.is_locked
+
+
+@cache
+def _log_once(sentence: str) -> None:
+    _logger.warning(sentence)
 
 
 def leases_of(kind: str) -> Leases | None:

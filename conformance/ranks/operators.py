@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ _ROOT_ARGUMENTS = ("root_rank", "src", "dst")
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum", "unused")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Call:
     """One collective that is about to be issued; fields as in `CollectiveRecord`."""
 
@@ -94,10 +95,10 @@ def parse(
         kwargs: its named arguments.
         first_group: number of the first unnamed group that may be meant; names count from there.
     """
-    name = func._schema.name.partition("::")[2]
+    name, arguments = _named(func)
     if name in NOT_COLLECTIVES:
         return []
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+    given = dict(zip(arguments, args, strict=False))
     given.update(kwargs)
     process_group = _process_group(given)
     if process_group is None:
@@ -115,6 +116,13 @@ def parse(
     payload = given.get(kind.payload) if kind.payload else None
     root = next((given[key] for key in _ROOT_ARGUMENTS if key in given), None)
     return [_call(kind, group, payload, _reduce_op(given), root)]
+
+
+@cache
+def _named(func: Any) -> tuple[str, tuple[str, ...]]:
+    """Plain name of an operator and the names of its arguments; each look at a schema is slow."""
+    name = func._schema.name.partition("::")[2]
+    return name, tuple(argument.name for argument in func._schema.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,7 @@ class ForkServer:
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
+        self._wait_if_ending()
         return self._process.poll() is None
 
     @property
@@ -146,8 +147,7 @@ class ForkServer:
 
     def collect_exits(self, ranks: Sequence[RankProcess]) -> None:
         """Note in `ranks` which have ended, and how. Does not wait."""
-        if self._ending:
-            threading.Event().wait()  # until this process is gone
+        self._wait_if_ending()
         with self._lock:
             self._read_exits()
             for rank in ranks:
@@ -199,6 +199,11 @@ class ForkServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # its ranks die with it
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _wait_if_ending(self) -> None:
+        """So that nobody takes the end of this process for a fault of ranks, or begins anew."""
+        if self._ending:
+            threading.Event().wait()
 
     def _has_ended(self) -> bool:
         with contextlib.suppress(ChildProcessError):
@@ -256,6 +261,7 @@ class ForkServer:
                 return answer
 
     def _gone(self, error: Exception | None) -> RuntimeError:
+        self._wait_if_ending()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         code = self._process.poll()

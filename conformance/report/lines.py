@@ -151,8 +151,12 @@ def header_of(path: Path) -> dict[str, Any]:
     Raises:
         LogError: the file is missing or is not a log.
     """
+    folder = path.parent
+    if not folder.is_dir():
+        is_there = folder.exists() or folder.is_symlink()
+        raise LogError(f"{folder} is no folder" if is_there else f"there is no folder {folder}")
     if not path.is_file():
-        raise LogError(f"{path.parent} holds no {path.name}: not the folder of a run")
+        raise LogError(f"{folder} holds no {path.name}: not the folder of a run")
     with path.open(encoding="utf-8", errors="replace") as file:
         header = next(iter(_lines(file.readline(), path)), {})
     if header.get("kind") != "header":

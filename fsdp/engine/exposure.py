@@ -39,6 +39,13 @@ class Exposure(Protocol[P_contra]):
     ) -> None:
         """Point what users see at ``shard`` (S,) and its ``pieces``, keeping the objects."""
 
+    def changed(self, params: Sequence[P_contra]) -> bool:
+        """Whether what users see is no longer where ``bind`` has put it.
+
+        Parameters may have been replaced, swapped, moved or given other memory since. Asked before
+        each gather from the shard, for which ``reread`` and ``bind`` would be too slow.
+        """
+
     def reread(self, params: Sequence[P_contra]) -> None:
         """Adopt what the user has registered since; raise if it is no sharded parameter."""
 
@@ -53,6 +60,9 @@ class Exposure(Protocol[P_contra]):
 
     def show_whole(self, params: Sequence[P_contra]) -> None:
         """Register the leaves, ``param.unsharded``."""
+
+    def check_whole(self, params: Sequence[P_contra]) -> None:
+        """Raise if users have replaced what ``show_whole`` has shown, and backward relies on."""
 
     def show_post_forward(
         self, params: Sequence[P_contra], pieces: Sequence[torch.Tensor], info: DataParallelMeshInfo
@@ -75,17 +85,8 @@ class Exposure(Protocol[P_contra]):
         """
 
 
-class Edits(Protocol[P_contra]):
-    """What users may change between passes beside values, and what they see of held gradients.
-
-    For faces whose users see plain parameters and gradients.
-    """
-
-    def changed(self, params: Sequence[P_contra]) -> bool:
-        """Whether users have replaced a sharded parameter, or its memory, since ``bind``."""
-
-    def check_whole(self, params: Sequence[P_contra]) -> None:
-        """Raise if users have replaced a leaf, or its memory, since ``show_whole``."""
+class HeldGradients(Protocol[P_contra]):
+    """What users see of gradients that wait for a reduction, where they see any."""
 
     def show_held(self, params: Sequence[P_contra]) -> bool:
         """Take the whole gradients off the leaves and show them; return whether any is shown."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.api import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from fsdp.engine.exposure import AnyExposure, Edits, LayOut
+from fsdp.engine.exposure import AnyExposure, HeldGradients, LayOut
 
 
 class Kept(Enum):
@@ -40,9 +40,8 @@ class GroupOptions:
         whole_reductions: reduce the whole shard or nothing; a parameter without a gradient counts
             as zero. For exposures with one gradient for all.
         kept: whether whole parameters that stay in memory stay registered.
-        edits: with it, sharded parameters may be replaced between passes, and gradients that wait
-            for a reduction are shown, in the dtype in which they were computed, and taken back as
-            users leave them.
+        held: with it, gradients that wait for a reduction are shown, in the dtype in which they
+            were computed, and taken back as users leave them.
     """
 
     device: torch.device
@@ -52,7 +51,7 @@ class GroupOptions:
     offload_policy: OffloadPolicy
     whole_reductions: bool = False
     kept: Kept = Kept.SHOWN
-    edits: Edits[Any] | None = None
+    held: HeldGradients[Any] | None = None
 
     @property
     def offload(self) -> bool:

@@ -2,9 +2,9 @@
 
 Names parameters that an optimizer must not hold, at its first step: one that was made before
 sharding, or while parameters are whole, would step on tensors that nobody reads afterwards,
-silently, for a whole training run. Lets others look at an optimizer before its first step, for what
-they know of its parameters. And tells trees of units of every step: it makes old what they have
-gathered.
+silently, for a whole training run. Refuses one that wants sparse gradients. Lets others look at an
+optimizer before its first step, for what they know of its parameters. And tells trees of units of
+every step: it makes old what they have gathered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import SparseAdam
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -130,5 +131,10 @@ def _check_optimizer(optimizer: Optimizer, *_args: Any) -> None:
         if mark is not None:
             names.setdefault(mark.look, {})[param] = mark.name
     for look, of_params in names.items():
+        if isinstance(optimizer, SparseAdam):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} takes sparse gradients only, and those of sharded "
+                f"parameters, such as '{next(iter(of_params.values()))}', are dense. Use Adam."
+            )
         look(optimizer, of_params)
     _checked.add(optimizer)

@@ -163,16 +163,12 @@ class FSDPParamGroup:
         """
         if self._gathering is not None:
             return
-        edits = self.options.edits
         if self._sharded_state is ShardedState.UNSHARDED:
-            if edits is not None and self._training_state is TrainingState.PRE_BACKWARD:
-                edits.check_whole(self.fsdp_params)
+            if self._training_state is TrainingState.PRE_BACKWARD:
+                self._exposure.check_whole(self.fsdp_params)
             return
-        if edits is not None:
-            left = edits.changed(self.fsdp_params)
-        else:
-            left = self._sharded_state is ShardedState.SHARDED and self.shard.is_left()
-        if left:
+        # A part that was kept after forward is gathered, whatever has become of the shard.
+        if self._kept is None and self._exposure.changed(self.shard.plain):
             self.relink()
         if self._sharded_state is ShardedState.KEPT:
             return

@@ -55,8 +55,9 @@ class Reducer:
 
     def accumulate(self) -> None:
         """Keep the gradients whole, in the reduce dtype, for a later backward to reduce."""
-        if self._options.edits is not None:
-            self.holds_back |= self._options.edits.show_held(self._params)
+        held = self._options.held
+        if held is not None:
+            self.holds_back |= held.show_held(self._params)
             return
         for param in self._params:
             whole = param.unsharded
@@ -72,8 +73,9 @@ class Reducer:
 
     def recall(self) -> None:
         """Bring the gradients that wait for a reduction back, where users could see them."""
-        if self.holds_back and self._options.edits is not None:
-            self._options.edits.recall_held(self._params)
+        held = self._options.held
+        if self.holds_back and held is not None:
+            held.recall_held(self._params)
 
     def take(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """Return whose gradients there are, and the whole gradients; the leaves lose them.

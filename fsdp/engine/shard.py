@@ -20,7 +20,6 @@ from fsdp.engine.param import FSDPParam
 # in a 16-bit dtype, so that vectorised kernels accept them without much padding.
 ALIGN = 4
 _ALIGN_BYTES = 16
-_ADDRESS = torch.Tensor.data_ptr
 
 
 class Shard:
@@ -99,16 +98,6 @@ class Shard:
                 if local.device.type != "meta" and piece.device.type != "meta":
                     piece.copy_(local)
             self._exposure.bind(self.plain, self.data, pieces)
-        self._bound = [self._exposure.local(param) for param in self.plain]
-        self._addresses = list(map(_ADDRESS, self._bound))
-
-    def is_left(self) -> bool:
-        """Whether the memory of a parameter is no longer in ``data``, where it was put.
-
-        On the host, to share a tensor with another process, or to send it there, moves its storage,
-        and a parameter may have one of its own.
-        """
-        return self.data.is_cpu and list(map(_ADDRESS, self._bound)) != self._addresses
 
     def relink(self) -> bool:
         """Adopt what is registered on the modules now, and bring it back into the shard.
@@ -117,14 +106,21 @@ class Shard:
 
         Returns:
             Whether layout, dtypes or device changed, so that plans made from them are void.
+
+        Raises:
+            RuntimeError: there is no memory behind one of them.
         """
         self._exposure.reread(self._params)
         changed = self._sort()
         if changed:
             self._remake()
         locals_ = [self._exposure.local(param) for param in self.plain]
+        for param, local in zip(self.plain, locals_, strict=True):
+            check_memory(local, f"'{param.name}'")
         pieces = self.pieces()
         if all(map(_same_memory, locals_, pieces)):
+            if self._exposure.changed(self.plain):  # all of it has moved, as to be shared does
+                self._exposure.bind(self.plain, self.data, pieces)
             return changed
         # Half of a module's parameters may have moved: the shard follows when all have.
         together = len({local.device for local in locals_}) <= 1
@@ -142,6 +138,19 @@ class Shard:
             with torch.inference_mode(False):
                 self._link()
         return changed
+
+
+def check_memory(tensor: torch.Tensor, what: str) -> None:
+    """Refuse ``tensor`` if the memory behind it was given back, as ``resize_(0)`` does.
+
+    Raises:
+        RuntimeError: names it as ``what``.
+    """
+    if tensor.numel() and tensor.device.type != "meta" and not tensor.untyped_storage().nbytes():
+        raise RuntimeError(
+            f"the memory of {what} was freed: resize its storage and fill it before parameters "
+            "are used again. To do without the memory of a device for a while, move the module."
+        )
 
 
 def _same_memory(local: torch.Tensor, piece: torch.Tensor) -> bool:

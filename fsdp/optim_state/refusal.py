@@ -67,13 +67,8 @@ def _check_parts(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> Non
     """Try each group with parameters of ``names``, which are parts.
 
     Raises:
-        NotImplementedError: it needs whole tensors, or sparse gradients.
+        NotImplementedError: it needs whole tensors.
     """
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise NotImplementedError(
-            "SparseAdam takes sparse gradients only, and those of sharded parameters, such as "
-            f"'{next(iter(names.values()))}', are dense. Use Adam."
-        )
     unknown = False
     for group in optimizer.param_groups:
         param = next((each for each in group["params"] if each in names), None)

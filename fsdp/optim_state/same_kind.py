@@ -54,7 +54,7 @@ def check_same_kind(
     come with the state*: what is switched on or off by an option (``amsgrad``, ``momentum``) comes
     and goes with it. Or if options are missing, and there are others that the optimizer lacks;
     one of both alone may be another version of it, or a scheduler's. Where no parameter has a
-    state, those that an optimizer of torch with these very options would keep count for torch's.
+    state, an optimizer of torch refuses the very options of another one of torch.
 
     Args:
         optimizers: those that are to load it.
@@ -75,9 +75,8 @@ def check_same_kind(
             (state, keeps) for state, keeps in states if keeps and keeps - set(state.entries)
         ]
         if not states and group["params"] and type(optimizer) in _of_torch():
-            first = group["params"][0]
-            keeps = kept.of(first)
-            short = [(None, keeps)] if keeps and _made_by_others(new, keeps, first) else []
+            told = new.keys() - _OF_ANY_KIND
+            other |= told != own - _OF_ANY_KIND and told in _options_of_torch()
         if short or other:
             state, keeps = (short or states or [(None, None)])[0]
             raise ValueError(_text(type(optimizer).__name__, own, new, state, keeps))
@@ -98,26 +97,11 @@ class _Kept:
         return self._found[form]
 
 
-def _made_by_others(
-    options: Mapping[str, Any], keeps: Collection[str], param: torch.Tensor
-) -> bool:
-    """Whether optimizers of torch have just these options, and none would keep all of ``keeps``.
-
-    What they keep for ``param``: it may depend on the dims.
-    """
-    found = [
-        _Kept(each, {**each.param_groups[0], **options}).of(param)
-        for each in _one_of_each()
-        if each.defaults.keys() - _OF_ANY_KIND == options.keys() - _OF_ANY_KIND
-    ]
-    return bool(found) and all(each is not None and set(keeps) - each for each in found)
-
-
 @cache
-def _one_of_each() -> list[Optimizer]:
-    """Return an optimizer of each of torch's classes, over one number."""
+def _options_of_torch() -> list[frozenset[str]]:
+    """Return the names that tell the kind, of each of torch's optimizers."""
     number = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))  # Muon takes matrices only
-    return [kind([number]) for kind in _of_torch()]
+    return [frozenset(kind([number]).defaults) - _OF_ANY_KIND for kind in _of_torch()]
 
 
 def _of_torch() -> list[Any]:

@@ -59,7 +59,6 @@ def check(
     on_ranks(
         _through,
         max(*one, *other) + 1,
-        fresh="hybrid" in source + target,
         path=str(path / "saved"),
         source=source,
         target=target,

@@ -83,6 +83,7 @@ def test_another_optimizer_is_refused_on_every_rank(face: str, form: str, tmp_pa
         (RMSprop, Adam, 0),
         (AdamW, Adamax, 0),  # what an optimizer with these options would have kept
         (Adam, Adagrad, 0),
+        (Adamax, AdamW, 0),  # whose options are some of AdamW's
     ],
 )
 def test_entries_and_options_tell_optimizers_apart(

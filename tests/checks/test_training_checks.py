@@ -381,15 +381,11 @@ def _older_in_part(*shares: float) -> Story:
     return story
 
 
-def test_losses_between_those_of_new_and_old_weights_are_stale_in_part() -> None:
-    first = first_mismatch("losses.value", _older_in_part(0.3, 0.6))
-    assert first is not None
-    assert first.cause is Cause.STALE
-    assert "the value of an earlier step; in part: it lies between" in first.sentence
-
-
-@pytest.mark.parametrize("shares", [(0.3, -0.2), (0.3, 1.4), (0.3, 0.0)])
-def test_losses_that_do_not_all_lie_between_are_not_stale(shares: tuple[float, float]) -> None:
+@pytest.mark.parametrize("shares", [(0.3, 0.6), (0.3, 0.3), (0.3, 1.4)])
+def test_losses_between_those_of_new_and_old_weights_are_like_no_defect(
+    shares: tuple[float, float],
+) -> None:
+    # whatever makes a loss larger puts it there, since older weights make it larger as well
     assert cause("losses.value", _older_in_part(*shares)) is Cause.UNEXPLAINED
 
 

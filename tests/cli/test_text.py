@@ -122,7 +122,7 @@ def test_what_was_asked_for_is_told_first_and_what_was_not_seen_is_counted() -> 
     ("findings", "told"),
     [
         ([], "recheck: nothing was judged"),
-        ([judged(), control()], "recheck: all 2 findings are the same"),
+        ([judged(), control()], "recheck: all 2 findings are the same (1 judged, 1 control)"),
     ],
 )
 def test_a_recheck_says_how_much_it_compared(findings: list[Reported], told: str) -> None:

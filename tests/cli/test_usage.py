@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import sys
 import zlib
@@ -22,7 +23,7 @@ from conformance.machine import default_jobs, device_for, notes
 from conformance.models import drawn
 from conformance.names import PROFILES
 from conformance.scenarios.sequence import ACTS
-from conformance.verdicts import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_UNDECIDED, EXIT_USAGE
+from conformance.verdicts import EXIT_INTERNAL, EXIT_UNDECIDED, EXIT_USAGE
 from conformance.versions import versions
 
 RUN = ["run", "torch.fully_shard"]
@@ -51,7 +52,9 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--depth", "ful"], "no depth 'ful'; did you mean full? known: full, narrow, wide"),
         ([*RUN, "--case", "*/trian/*"], "fsdp-conformance list cases shows all"),
         ([*RUN, "--world", "0"], "--world 0: a run needs at least 1 rank"),
-        ([*RUN, "--world", "two"], "--world"),
+        ([*RUN, "--world", "two"], ": --world two: expected a number of ranks, such as 2\n"),
+        ([*RUN, "--jobs", "1.5"], ": --jobs 1.5: expected a whole number\n"),
+        ([*RUN, "--timeout", "soon"], ": --timeout soon: expected a number of seconds\n"),
         ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu? known: auto, cpu"),
         (["selftest", "--page", "none/page.md"], "--page none/page.md: there is no folder none"),
         (["selftest", "--page", "."], "--page .: is a folder; name a file"),
@@ -106,6 +109,8 @@ def command(monkeypatch, *arguments: str) -> int:
             "acts='' is not a sequence of letters",
         ),
         (["recheck", "."], "holds no run.jsonl"),
+        (["recheck", "nowhere"], "recheck nowhere: there is no folder nowhere\n"),
+        (["recheck", __file__], f"recheck {__file__}: {__file__} is no folder\n"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
@@ -449,6 +454,7 @@ def test_what_is_not_installed_has_no_version(monkeypatch) -> None:
         raise PackageNotFoundError(distribution)
 
     monkeypatch.setattr("conformance.versions.version", missing)
+    monkeypatch.setattr("conformance.versions.find_spec", lambda name: None)
     assert versions()["torch"] == versions()["fsdp-conformance"] == "not installed"
 
 
@@ -477,15 +483,6 @@ def test_a_fault_of_ours_has_a_status_of_its_own(monkeypatch, capsys) -> None:
     monkeypatch.setattr("conformance.cli.listing.listing", broken)
     assert command(monkeypatch, "list", "checks") == EXIT_INTERNAL
     assert "internal fault" in capsys.readouterr().err
-
-
-def test_an_interrupt_has_a_status_of_its_own(monkeypatch, capsys) -> None:
-    def interrupted(*_: object, **__: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("conformance.cli.listing.listing", interrupted)
-    assert command(monkeypatch, "list", "checks") == EXIT_INTERRUPTED
-    assert capsys.readouterr().err == "fsdp-conformance: interrupted\n"
 
 
 # -- machines that are not here -----------------------------------------------------------------
@@ -554,8 +551,14 @@ def test_a_user_is_told_when_ranks_have_to_share(
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(RUN, True), ([*RUN, "--quiet"], False), (["selftest"], True)],
-    ids=["run", "run --quiet", "selftest"],
+    [
+        (RUN, True),
+        ([*RUN, "--quiet"], False),
+        (["selftest"], True),
+        (["fuzz", "torch.fully_shard"], True),
+        (["fuzz", "torch.fully_shard", "--quiet"], False),
+    ],
+    ids=["run", "run --quiet", "selftest", "fuzz", "fuzz --quiet"],
 )
 def test_notes_stand_beside_the_results(
     monkeypatch,
@@ -563,13 +566,19 @@ def test_notes_stand_beside_the_results(
     arguments: list[str],
     told: bool,  # noqa: FBT001
 ) -> None:
+    def works(*_: object, **__: object) -> int:
+        logging.getLogger("conformance.ranks.leases").warning("waiting")
+        return EXIT_UNDECIDED
+
     monkeypatch.setattr(machine, "cores", lambda: 2)
-    monkeypatch.setattr("conformance.cli.running.judge_all", lambda *_: None)
-    monkeypatch.setattr("conformance.cli.selftesting.diagonal", lambda *_, **__: [])
+    monkeypatch.setattr("conformance.cli.running.judge_all", works)
+    monkeypatch.setattr("conformance.cli.selftesting.diagonal", works)
+    monkeypatch.setattr("conformance.cli.fuzzing.Hunt.follow", works)
     # nothing is judged, which proves nothing
     assert command(monkeypatch, *arguments, "--device", "cpu", "--world", "5") == EXIT_UNDECIDED
     shown = capsys.readouterr()
-    assert shown.err == (f"fsdp-conformance: note: 5 {SHARED}\n" if told else "")
+    note = "fsdp-conformance: note:"
+    assert shown.err == (f"{note} 5 {SHARED}\n{note} waiting\n" if told else "")
     assert "note" not in shown.out
 
 

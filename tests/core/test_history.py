@@ -44,15 +44,35 @@ def test_a_phase_that_raised_is_found_with_its_rank(tmp_path: Path) -> None:
     assert (failed[0], failed[1].name, failed[1].error) == (1, "step 0", "ValueError: no")
 
 
-def test_a_killed_rank_leaves_its_lines_but_not_its_tensors(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_its_numbers_but_not_its_tensors(tmp_path: Path) -> None:
     write(tmp_path, 0)._lines.close()  # as a dead process leaves it: no tensor file
     with (tmp_path / "rank0.jsonl").open("a") as lines:
         lines.write('{"kind": "observation", "what": "lo')
     history = History.read(tmp_path, 1)
     assert [phase.name for phase in history.ranks[0].phases] == ["build", "step 0"]
     assert not history.ranks[0].phases[1].ended
-    with pytest.raises(NotObserved, match="loss"):
-        history.get(0, "loss", step=0, micro=0)
+    assert history.get(0, "loss", step=0, micro=0) == 1.5
+    with pytest.raises(NotObserved, match="parameters"):
+        history.get(0, "parameters", step=-1)
+
+
+@pytest.mark.parametrize("number", [1 / 3, -0.0, torch.inf, 2**53 + 1, True, 1 + 2j])
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16, torch.int64])
+def test_a_number_comes_back_bit_for_bit(
+    tmp_path: Path, number: complex, dtype: torch.dtype | None
+) -> None:
+    value = torch.tensor(number)
+    if dtype is not None and value.isfinite() and not value.is_complex():
+        value = value.to(dtype)
+    with HistoryWriter(tmp_path, 0, {"world": 1}) as writer:
+        writer.begin_phase("build")
+        writer.write("one", value)
+        writer.write("several", {"a": value})
+    read = History.read(tmp_path, 1)
+    for found in (read.get(0, "one"), read.get(0, "several")["a"]):
+        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert torch.equal(found, value)
+        assert bool(found.real.signbit()) == bool(value.real.signbit())
 
 
 def test_a_rank_that_wrote_nothing_is_empty(tmp_path: Path) -> None:

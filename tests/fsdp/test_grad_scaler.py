@@ -160,7 +160,7 @@ def _own_group(context: RankContext) -> list[Any]:
 
 
 def test_only_the_group_decides() -> None:
-    found = on_ranks(_own_group, 4, fresh=True)
+    found = on_ranks(_own_group, 4)
     assert found == ([True, 8.0], [True, 8.0], [False, 4.0], [False, 4.0])
 
 
@@ -396,7 +396,7 @@ def _hybrid(context: RankContext, face: str) -> None:
 
 @pytest.mark.parametrize("face", ["flat", "original"])
 def test_replicas_of_shards_decide_together(face: str) -> None:
-    on_ranks(_hybrid, 4, fresh=True, face=face)
+    on_ranks(_hybrid, 4, face=face)
 
 
 def _few_elements(context: RankContext) -> list[Any]:

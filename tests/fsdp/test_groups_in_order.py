@@ -62,7 +62,7 @@ def _two_groups(context: RankContext) -> list[str]:
 
 
 def test_all_groups_of_the_unit_before_are_gathered_ahead_and_no_other() -> None:
-    events = agreed(_two_groups, 2, fresh=True)
+    events = agreed(_two_groups, 2)
     first = next(n for n, event in enumerate(events) if event.startswith("reduce2"))
     ahead = ["prefetch1b", "prefetch1a", "prefetch0b", "prefetch0a"]
     assert [event for event in events if event.startswith("prefetch")] == ahead

@@ -60,7 +60,7 @@ def _from_groups(context: RankContext, dims: int) -> list[bool]:
 
 @pytest.mark.parametrize("dims", [1, 2])
 def test_a_mesh_made_of_groups_uses_these_groups(dims: int) -> None:
-    assert agreed(_from_groups, 2 * dims, fresh=True, dims=dims) == [True] * dims
+    assert agreed(_from_groups, 2 * dims, dims=dims) == [True] * dims
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -96,7 +96,7 @@ def _pure_replication(context: RankContext) -> list[Any]:
 
 
 def test_without_a_dim_to_shard_gradients_are_averaged_over_replicas() -> None:
-    kind, ops, placements = agreed(_pure_replication, 2, fresh=True)
+    kind, ops, placements = agreed(_pure_replication, 2)
     assert kind == "DDPMeshInfo"
     assert ops == ["all_reduce"]
     assert placements == "(Replicate(),)"
@@ -119,7 +119,7 @@ def _hybrid_tensor_parallel(context: RankContext) -> list[Any]:
 
 
 def test_hybrid_sharding_beside_tensor_parallelism() -> None:
-    assert agreed(_hybrid_tensor_parallel, 4, fresh=True) == [3, 8]
+    assert agreed(_hybrid_tensor_parallel, 4) == [3, 8]
 
 
 def _largest_beside_tensor_parallel(context: RankContext) -> list[bool]:
@@ -143,7 +143,7 @@ def _largest_beside_tensor_parallel(context: RankContext) -> list[bool]:
 
 
 def test_other_dims_than_those_of_tensor_parallelism_may_be_cut() -> None:
-    assert agreed(_largest_beside_tensor_parallel, 4, fresh=True) == [True, True]
+    assert agreed(_largest_beside_tensor_parallel, 4) == [True, True]
 
 
 class Experts(nn.Module):
@@ -194,7 +194,7 @@ def _experts(context: RankContext) -> list[bool]:
 
 
 def test_experts_may_be_sharded_over_a_mesh_of_their_own() -> None:
-    assert agreed(_experts, 4, fresh=True) == [True, True, True]
+    assert agreed(_experts, 4) == [True, True, True]
 
 
 def _ignored_expert(context: RankContext) -> list[Any]:
@@ -232,7 +232,7 @@ def _edges_of_reshard(context: RankContext, size: int) -> list[Any]:
 
 @pytest.mark.parametrize(("size", "wanted"), [(1, ["Tensor", 1]), (2, ["DTensor", 0])])
 def test_one_rank_means_keep_and_all_ranks_mean_reshard(size: int, wanted: list[Any]) -> None:
-    assert agreed(_edges_of_reshard, 2, fresh=True, size=size) == wanted
+    assert agreed(_edges_of_reshard, 2, size=size) == wanted
 
 
 def test_an_accelerator_that_torch_serves_and_the_machine_lacks_is_no_default(
@@ -363,8 +363,8 @@ def _raise_all(context: RankContext) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def errors() -> Errors:
-    """Of every rank, the error of each case: ranks of their own for all of them."""
-    return on_ranks(_raise_all, 2, fresh=True)
+    """Of every rank, the error of each case."""
+    return on_ranks(_raise_all, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -388,4 +388,4 @@ def _replicas_that_differ(context: RankContext) -> bool:
 
 
 def test_replicas_can_be_made_equal_by_a_broadcast_of_shards() -> None:
-    assert agreed(_replicas_that_differ, 4, fresh=True) is True
+    assert agreed(_replicas_that_differ, 4) is True

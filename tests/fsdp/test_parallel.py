@@ -82,7 +82,7 @@ def _bf16_beside_tensor_parallel(context: RankContext) -> list[str]:
 
 
 def test_the_policy_holds_beside_tensor_parallelism() -> None:
-    assert agreed(_bf16_beside_tensor_parallel, 2, fresh=True) == ["bfloat16", "float32"]
+    assert agreed(_bf16_beside_tensor_parallel, 2) == ["bfloat16", "float32"]
 
 
 def _tensor_parallel(context: RankContext) -> list[Any]:
@@ -113,7 +113,7 @@ def _tensor_parallel(context: RankContext) -> list[Any]:
 
 
 def test_training_beside_tensor_parallelism() -> None:
-    names = agreed(_tensor_parallel, 4, fresh=True)
+    names = agreed(_tensor_parallel, 4)
     assert names == ["_StridedShard", "Shard"]
 
 
@@ -148,7 +148,7 @@ def _named_dims(context: RankContext, shard: Any, replicate: Any) -> str:
     ("shard", "replicate"), [("b", "a"), pytest.param(("a", "b"), None, marks=pytest.mark.long)]
 )
 def test_named_dims_of_a_larger_mesh(shard: Any, replicate: Any) -> None:
-    agreed(_named_dims, 4, fresh=True, shard=shard, replicate=replicate)
+    agreed(_named_dims, 4, shard=shard, replicate=replicate)
 
 
 def _two_meshes(context: RankContext) -> list[int]:
@@ -183,7 +183,7 @@ def _two_meshes(context: RankContext) -> list[int]:
 
 
 def test_a_unit_may_shard_over_several_meshes() -> None:
-    assert agreed(_two_meshes, 4, fresh=True) == [2, 2]
+    assert agreed(_two_meshes, 4) == [2, 2]
 
 
 class Lends:

@@ -106,7 +106,7 @@ def _model_states(context: RankContext, *, original: bool, replicas: bool) -> li
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=LONG)])
 @pytest.mark.parametrize("original", [pytest.param(False, marks=LONG), True])
 def test_model_states_are_those_of_the_plain_model(*, original: bool, replicas: bool) -> None:
-    found = agreed(_model_states, 4, fresh=True, original=original, replicas=replicas)
+    found = agreed(_model_states, 4, original=original, replicas=replicas)
     if not replicas:
         assert found == [
             "blocks.0.up.weight (_StridedShard(dim=0, sf=2), Shard(dim=0))",
@@ -161,7 +161,7 @@ def _loaded(context: RankContext, *, original: bool, kind: str, form: str) -> li
 @pytest.mark.parametrize("kind", [FULL.name, SHARDED.name])
 @pytest.mark.parametrize("form", ["whole", "tensor_parallel", "two_dims", "replicas"])
 def test_a_load_takes_any_form(*, original: bool, kind: str, form: str) -> None:
-    found = agreed(_loaded, 4, fresh=True, original=original, kind=kind, form=form)
+    found = agreed(_loaded, 4, original=original, kind=kind, form=form)
     assert found == ["<All keys matched successfully>"]
 
 
@@ -187,7 +187,7 @@ def _own_form(context: RankContext) -> list[int]:
 @LONG
 def test_what_was_saved_in_parts_is_loaded_in_parts() -> None:
     # Sixteen bytes of each rank of a pair, to agree; and one exchange per unit.
-    assert agreed(_own_form, 4, fresh=True) == [32, 3]
+    assert agreed(_own_form, 4) == [32, 3]
 
 
 class Counted(Block):
@@ -243,7 +243,7 @@ def _hooked(context: RankContext, *, kind: str) -> str:
     ids=["full", "sharded"],
 )
 def test_modules_may_change_what_they_save(*, kind: str, form: str) -> None:
-    assert agreed(_hooked, 4, fresh=True, kind=kind) == form
+    assert agreed(_hooked, 4, kind=kind) == form
 
 
 def _local(context: RankContext) -> list[str]:
@@ -259,7 +259,7 @@ def _local(context: RankContext) -> list[str]:
 
 @LONG
 def test_there_is_no_local_form_on_a_mesh() -> None:
-    errors = on_ranks(_local, 4, fresh=True)
+    errors = on_ranks(_local, 4)
     named_on_every_rank(errors, RuntimeError, "DeviceMesh is not compatible with LOCAL_STATE_DICT.")
 
 
@@ -313,7 +313,7 @@ def _optimizer_states(context: RankContext, *, original: bool, replicas: bool) -
 def test_optimizer_states_are_those_of_the_plain_optimizer(
     *, original: bool, replicas: bool
 ) -> None:
-    found = agreed(_optimizer_states, 4, fresh=True, original=original, replicas=replicas)
+    found = agreed(_optimizer_states, 4, original=original, replicas=replicas)
     sharded = "whole" if replicas else "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
     for number in range(2):
         name = f"blocks.{number}.up.weight"
@@ -353,7 +353,7 @@ def _resumed(context: RankContext, *, kind: str, original: bool, full: bool) -> 
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "from_rank0"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_training_goes_on_bit_for_bit(*, kind: str, original: bool, full: bool) -> None:
-    agreed(_resumed, 4, fresh=True, kind=kind, original=original, full=full)
+    agreed(_resumed, 4, kind=kind, original=original, full=full)
 
 
 def _through_files(context: RankContext, *, directory: str) -> list[str]:
@@ -379,7 +379,7 @@ def _through_files(context: RankContext, *, directory: str) -> list[str]:
 
 @LONG
 def test_a_sharded_state_goes_through_a_checkpoint_of_torch(tmp_path: Path) -> None:
-    found = agreed(_through_files, 4, fresh=True, directory=str(tmp_path / "saved"))
+    found = agreed(_through_files, 4, directory=str(tmp_path / "saved"))
     assert found == ["blocks.0.down.bias"]
 
 
@@ -403,4 +403,4 @@ def _through_directory(context: RankContext, *, directory: str, original: bool) 
 @KINDS
 def test_training_goes_on_from_a_directory(*, original: bool, tmp_path: Path) -> None:
     directory = str(tmp_path / "saved")
-    on_ranks(_through_directory, 4, fresh=True, directory=directory, original=original)
+    on_ranks(_through_directory, 4, directory=directory, original=original)

@@ -81,7 +81,7 @@ def test_losses_norms_and_parameters_are_those_of_the_plain_model(
     *, options: str, micro: int, original: bool
 ) -> None:
     given = {"options": options, "micro": micro, "original": original, "sizes": [2, 2]}
-    kinds, norms = agreed(_trained, 4, fresh=True, **given)
+    kinds, norms = agreed(_trained, 4, **given)
     assert kinds == ["Parameter"]
     assert len(norms) == 2
 
@@ -106,7 +106,7 @@ def test_replicas_of_shards_train_beside_tensor_parallelism_too(
     *, options: str, original: bool
 ) -> None:
     given = {"options": options, "micro": 2, "original": original, "sizes": [2, 2, 2]}
-    agreed(_trained, 8, fresh=True, **given)
+    agreed(_trained, 8, **given)
 
 
 def _norms(context: RankContext, norm_type: float, options: str) -> list[float]:
@@ -129,7 +129,7 @@ def _norms(context: RankContext, norm_type: float, options: str) -> list[float]:
     "norm_type", [pytest.param(1.0, marks=LONG), pytest.param(3.0, marks=LONG), float("inf")]
 )
 def test_a_norm_counts_every_element_once(norm_type: float, options: str) -> None:
-    agreed(_norms, 4, fresh=True, norm_type=norm_type, options=options)
+    agreed(_norms, 4, norm_type=norm_type, options=options)
 
 
 # Whole parameters
@@ -171,7 +171,7 @@ def _summoned(context: RankContext, *, original: bool) -> list[str]:
 @LONG
 @KINDS
 def test_a_summon_shows_what_tensor_parallelism_has_made(*, original: bool) -> None:
-    assert agreed(_summoned, 4, fresh=True, original=original) == [
+    assert agreed(_summoned, 4, original=original) == [
         "blocks.0.up.weight: (10, 10) (Shard(dim=0),)",
         "blocks.0.up.bias: (10,) (Shard(dim=0),)",
         "blocks.0.down.weight: (10, 10) (Shard(dim=1),)",
@@ -203,7 +203,7 @@ def _gradients(context: RankContext, *, low: bool) -> list[str]:
 @LONG
 @pytest.mark.parametrize("low", [False, pytest.param(True, marks=LONG)])
 def test_gradients_are_shown_and_changed_beside_whole_parameters(*, low: bool) -> None:
-    assert agreed(_gradients, 4, fresh=True, low=low) == ["torch.float32"]
+    assert agreed(_gradients, 4, low=low) == ["torch.float32"]
 
 
 def _held(context: RankContext, *, original: bool) -> None:
@@ -228,7 +228,7 @@ def _held(context: RankContext, *, original: bool) -> None:
 @LONG
 @KINDS
 def test_gradients_that_wait_are_the_users_to_change(*, original: bool) -> None:
-    agreed(_held, 4, fresh=True, original=original)
+    agreed(_held, 4, original=original)
 
 
 def _one_start(context: RankContext) -> list[float]:
@@ -250,7 +250,7 @@ def _one_start(context: RankContext) -> list[float]:
 
 @LONG
 def test_states_are_synchronised_over_the_data_alone() -> None:
-    assert on_ranks(_one_start, 4, fresh=True) == ([0.0], [1.0], [0.0], [1.0])
+    assert on_ranks(_one_start, 4) == ([0.0], [1.0], [0.0], [1.0])
 
 
 def _from_meta(context: RankContext) -> list[str]:
@@ -276,7 +276,7 @@ def _from_meta(context: RankContext) -> list[str]:
 
 @LONG
 def test_a_model_may_come_from_meta() -> None:
-    assert agreed(_from_meta, 4, fresh=True) == []
+    assert agreed(_from_meta, 4) == []
 
 
 # What is refused, on all ranks
@@ -343,7 +343,7 @@ def test_other_cuts_and_meshes_are_refused_before_anything_happens(
     *, case: str, original: bool
 ) -> None:
     _, kind, fragment = BAD[case]
-    errors = on_ranks(_refused, 2, fresh=True, case=case, original=original)
+    errors = on_ranks(_refused, 2, case=case, original=original)
     named_on_every_rank(errors, kind, fragment)
 
 
@@ -357,7 +357,7 @@ def _one_rank_differs(context: RankContext) -> list[str]:
 
 @LONG
 def test_what_one_rank_does_is_told_to_all_dims_of_the_mesh() -> None:
-    for kind, text in on_ranks(_one_rank_differs, 4, fresh=True):
+    for kind, text in on_ranks(_one_rank_differs, 4):
         assert kind == "ValueError"
         assert re.search("out.weight.*trainable", text), text
 
@@ -373,7 +373,7 @@ def _early_optimizer(context: RankContext) -> list[str]:
 
 @LONG
 def test_an_optimizer_over_what_was_cut_before_is_refused() -> None:
-    errors = on_ranks(_early_optimizer, 4, fresh=True)
+    errors = on_ranks(_early_optimizer, 4)
     named_on_every_rank(errors, ValueError, "were flattened after it was made")
 
 
@@ -391,7 +391,7 @@ def _whole_tensors(context: RankContext, *, plain: bool) -> list[str]:
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=LONG)])
 def test_optimizers_that_need_whole_tensors_are_refused_on_parts(*, plain: bool) -> None:
     kind = "" if plain else "NotImplementedError"
-    for name, text in on_ranks(_whole_tensors, 4, fresh=True, plain=plain):
+    for name, text in on_ranks(_whole_tensors, 4, plain=plain):
         assert name == kind, text
 
 
@@ -414,6 +414,6 @@ def _counted(context: RankContext) -> list[dict[str, int]]:
 
 @LONG
 def test_units_communicate_over_their_own_dim_alone() -> None:
-    found = agreed(_counted, 4, fresh=True)
+    found = agreed(_counted, 4)
     # Three units: gathered in forward, the blocks again in backward; each reduced once.
     assert found == {"all_gather dp": 5, "reduce_scatter dp": 3}

@@ -215,8 +215,8 @@ def _raise_all(context: RankContext) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def errors() -> Errors:
-    """Of every rank, the error of each case: ranks of their own for all of them."""
-    return on_ranks(_raise_all, 2, fresh=True)
+    """Of every rank, the error of each case."""
+    return on_ranks(_raise_all, 2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -248,7 +248,7 @@ def _several_groups_train(context: RankContext) -> list[Any]:
 
 
 def test_units_of_several_groups_train_and_prefetch() -> None:
-    assert agreed(_several_groups_train, 4, fresh=True) == [[2, 2, 2], False]
+    assert agreed(_several_groups_train, 4) == [[2, 2, 2], False]
 
 
 def _hook_stream(context: RankContext) -> list[int]:
@@ -351,7 +351,7 @@ def _replicate(context: RankContext) -> list[bool]:
 
 
 def test_a_replicated_module_is_left_alone() -> None:
-    assert agreed(_replicate, 2, fresh=True) == [True, True]
+    assert agreed(_replicate, 2) == [True, True]
 
 
 class Normed(nn.Module):
@@ -523,7 +523,7 @@ def _dropped(context: RankContext, waiting: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["zero_grad", "zero_grad of a block", "reset_iter_state"])
 @pytest.mark.parametrize("waiting", WAITING)
 def test_gradients_that_wait_can_be_dropped(waiting: str, way: str) -> None:
-    on_ranks(_dropped, 2, fresh=waiting == "for_replicas", waiting=waiting, way=way)
+    on_ranks(_dropped, 2, waiting=waiting, way=way)
 
 
 def _left_over(context: RankContext) -> list[bool]:
@@ -647,4 +647,4 @@ def _extension_mesh(context: RankContext) -> list[int]:
 
 
 def test_an_extension_is_given_the_shard_mesh_only() -> None:
-    assert agreed(_extension_mesh, 4, fresh=True)[:2] == [1, 2]
+    assert agreed(_extension_mesh, 4)[:2] == [1, 2]

@@ -41,7 +41,7 @@ def _shown(context: RankContext) -> list[Any]:
 
 
 def test_several_shard_dims_are_shown_as_one_and_a_single_one_where_it_is() -> None:
-    assert agreed(_shown, 1, fresh=True) == [True, True, 2, True]
+    assert agreed(_shown, 1) == [True, True, 2, True]
 
 
 def _described(context: RankContext) -> list[str]:
@@ -54,7 +54,7 @@ def _described(context: RankContext) -> list[str]:
 
 
 def test_a_whole_parameter_is_described_in_the_dtype_that_it_has() -> None:
-    assert agreed(_described, 1, fresh=True) == ["torch.bfloat16"] * 2
+    assert agreed(_described, 1) == ["torch.bfloat16"] * 2
 
 
 def _unsharded_first(context: RankContext) -> bool:

@@ -210,7 +210,7 @@ def test_a_model_of_fake_tensors_is_sharded_as_one_of_tensors() -> None:
     """As tools do that tell how much memory a model would take."""
     whole = [(name, list(param.shape)) for name, param in build().named_parameters()]
     wanted = [[name, [(rows + 1) // 2, *rest], "cpu"] for name, (rows, *rest) in whole]
-    assert on_ranks(_fake, 2, fresh=True)[0] == wanted
+    assert on_ranks(_fake, 2)[0] == wanted
 
 
 def _saved_and_loaded(state: Any) -> Any:
@@ -395,7 +395,7 @@ def _inference_keeps_a_part(context: RankContext) -> str:
 
 
 def test_after_inference_a_kept_part_is_gathered_and_no_optimizer_takes_it() -> None:
-    assert agreed(_inference_keeps_a_part, 4, fresh=True) == (
+    assert agreed(_inference_keeps_a_part, 4) == (
         "SGD holds 14 parameters that were kept over a smaller mesh when it was made (inp.weight, "
         "inp.bias, blocks.0.up.weight, ...): its steps would change nothing. Make the optimizer "
         "over the sharded parameters, after sharding."

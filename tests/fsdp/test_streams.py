@@ -170,7 +170,7 @@ def _hybrid(context: RankContext, shape: tuple[int, int], *, always: bool) -> li
 )
 def test_replicas_are_reduced_behind_the_shards(shape: tuple[int, int], *, always: bool) -> None:
     world = shape[0] * shape[1]
-    for found, streams in on_ranks(_hybrid, world, fresh=True, shape=shape, always=always):
+    for found, streams in on_ranks(_hybrid, world, shape=shape, always=always):
         assert found == []
         assert streams == ["all-reduce"]
 

@@ -60,6 +60,7 @@ ELSEWHERE: dict[str, tuple[object, str]] = {
     "_foreach_copy_": (torch, "operators like any other, with an underscore"),
     "_foreach_mul_": (torch, "operators like any other, with an underscore"),
     "_is_profiler_enabled": (torch.autograd.profiler, "a plain flag"),
+    "_local_tensor": (DTensor, "read of each parameter for each gather: a call would double it"),
     "_is_view": (torch.Tensor, "a plain question"),
     "_make_subclass": (torch.Tensor, "for the subclass of tensors in that module"),
     "_parameters": (nn.Module(), "as good as public: modules are made of them"),

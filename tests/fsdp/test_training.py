@@ -110,7 +110,7 @@ def _integer_reshard(context: RankContext) -> list[Any]:
 
 
 def test_an_integer_reshards_to_a_smaller_mesh_after_forward() -> None:
-    for rank, value in enumerate(on_ranks(_integer_reshard, 4, fresh=True)):
+    for rank, value in enumerate(on_ranks(_integer_reshard, 4)):
         rows = 7 if rank % 2 == 0 else 6  # chunks of 13 rows over 2 ranks
         assert value == [[rows, DIM], [[0, 1, 2, 3]], True]
 
@@ -152,7 +152,7 @@ def _given_up_early(context: RankContext, where: str) -> list[Any]:
 @pytest.mark.parametrize("where", ["after", "inside"])
 def test_what_an_integer_keeps_may_be_given_up_by_hand(where: str) -> None:
     # 13 rows over 2 ranks of a smaller mesh, over all 4.
-    found = on_ranks(_given_up_early, 4, fresh=True, where=where)
+    found = on_ranks(_given_up_early, 4, where=where)
     kept, given_up = [7, 6, 7, 6], [4, 4, 4, 1]
     assert [rows for rows, _ in found] == kept
     assert [rows for _, rows in found] == (kept if where == "inside" else given_up)
@@ -177,7 +177,7 @@ def _hybrid(context: RankContext, *, skip_all_reduce: bool) -> int:
 @pytest.mark.parametrize("skip_all_reduce", [False, True])
 def test_hybrid_sharding_reduces_over_shards_and_replicas(*, skip_all_reduce: bool) -> None:
     # One all-reduce for each of three groups and three steps, skipped or not.
-    assert on_ranks(_hybrid, 4, fresh=True, skip_all_reduce=skip_all_reduce) == (9, 9, 9, 9)
+    assert on_ranks(_hybrid, 4, skip_all_reduce=skip_all_reduce) == (9, 9, 9, 9)
 
 
 def _accumulate(context: RankContext, *, keep: bool) -> list[int]:
@@ -587,7 +587,7 @@ def _asked_before_the_step(context: RankContext, *, reshard: bool | int | None, 
 def test_a_forward_before_the_step_keeps_nothing_old(
     *, reshard: bool | int | None, grad: bool
 ) -> None:
-    on_ranks(_asked_before_the_step, 2, fresh=reshard == 1, reshard=reshard, grad=grad)
+    on_ranks(_asked_before_the_step, 2, reshard=reshard, grad=grad)
 
 
 def _clipped_after_an_evaluation(context: RankContext, *, reshard: bool | None) -> None:

@@ -534,8 +534,7 @@ def _at_the_moment(context: RankContext, case: str) -> list[str]:
 @pytest.mark.parametrize("case", MOMENTS)
 def test_the_wrong_moment_is_named_on_every_rank(case: str) -> None:
     _, kind, fragment = MOMENTS[case]
-    fresh = case == "hook_hybrid"  # a mesh of two dims
-    named_on_every_rank(on_ranks(_at_the_moment, 2, case=case, fresh=fresh), kind, fragment)
+    named_on_every_rank(on_ranks(_at_the_moment, 2, case=case), kind, fragment)
 
 
 # Devices, as values: no accelerator is needed to say which is meant

@@ -165,7 +165,7 @@ def _synced_replicas(context: RankContext) -> None:
 
 
 def test_replicas_start_equal_too() -> None:
-    on_ranks(_synced_replicas, 4, fresh=True)
+    on_ranks(_synced_replicas, 4)
 
 
 def _ignored_not_synced(context: RankContext) -> list[float]:
@@ -194,7 +194,7 @@ def _by_policy_alone(context: RankContext) -> list[int]:
 
 
 def test_a_hybrid_strategy_finds_the_ranks_of_the_host() -> None:
-    assert agreed(_by_policy_alone, 2, fresh=True) == [1, 2]
+    assert agreed(_by_policy_alone, 2) == [1, 2]
 
 
 def _other_ignored(context: RankContext) -> None:

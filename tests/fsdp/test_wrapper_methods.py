@@ -186,7 +186,7 @@ def _hybrid(context: RankContext, *, original: bool, pair: bool) -> None:
 @ORIGINAL
 @pytest.mark.parametrize("pair", [False, True], ids=["mesh", "pair"])
 def test_hybrid_sharding_trains_like_the_oracle(*, original: bool, pair: bool) -> None:
-    on_ranks(_hybrid, 4, original=original, pair=pair, fresh=True)
+    on_ranks(_hybrid, 4, original=original, pair=pair)
 
 
 class Tied(nn.Module):

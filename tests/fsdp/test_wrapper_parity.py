@@ -275,7 +275,7 @@ def _experts(context: RankContext, *, original: bool) -> None:
 @WORLDS
 @KINDS
 def test_an_expert_stays_its_ranks_own(world: int, *, original: bool) -> None:
-    on_ranks(_experts, world, fresh=True, original=original)
+    on_ranks(_experts, world, original=original)
 
 
 # The same on accelerators: one rank with one of them, two ranks with two

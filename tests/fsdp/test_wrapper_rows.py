@@ -158,7 +158,7 @@ def _delayed_expert(context: RankContext) -> None:
 
 
 def test_a_delay_before_parameters_are_given_up_changes_nothing() -> None:
-    on_ranks(_delayed_expert, 2, fresh=True)
+    on_ranks(_delayed_expert, 2)
 
 
 # Low precision

@@ -117,7 +117,7 @@ def _hybrid(context: RankContext, strategy: str, *, original: bool) -> list[list
 def test_hybrid_strategies_reduce_once_more(
     strategy: str, wanted: list[int], *, original: bool
 ) -> None:
-    assert agreed(_hybrid, 4, strategy=strategy, original=original, fresh=True) == wanted
+    assert agreed(_hybrid, 4, strategy=strategy, original=original) == wanted
 
 
 def _storages(context: RankContext, strategy: str, *, low: bool) -> list[list[bool]]:

@@ -187,7 +187,7 @@ def _hybrid(context: RankContext) -> bool:
 
 
 def test_hybrid_sharding_trains_to_the_same_bits() -> None:
-    assert agreed(_hybrid, 4, fresh=True) is True
+    assert agreed(_hybrid, 4) is True
 
 
 def _graphs(context: RankContext) -> list[int]:

@@ -116,7 +116,7 @@ def _exchanged(context: RankContext, *, original: bool, kind: str) -> list[str]:
 def test_losses_are_torchs_and_its_states_are_loaded(
     *, kind: str, theirs: list[str], original: bool
 ) -> None:
-    assert agreed(_exchanged, 4, fresh=True, kind=kind, original=original) == theirs
+    assert agreed(_exchanged, 4, kind=kind, original=original) == theirs
 
 
 def _clipped(context: RankContext) -> list[float]:
@@ -134,6 +134,6 @@ def _clipped(context: RankContext) -> list[float]:
 
 @LONG
 def test_a_norm_is_the_same_on_all_ranks() -> None:
-    found = on_ranks(_clipped, 4, fresh=True)
+    found = on_ranks(_clipped, 4)
     assert len({theirs for theirs, _ in found}) == 2
     assert len({ours for _, ours in found}) == 1

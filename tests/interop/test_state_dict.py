@@ -142,7 +142,7 @@ def test_a_state_of_either_loads_into_the_other(kind: str, cell: dict[str, Any])
 @pytest.mark.parametrize("mesh", [False, True], ids=["groups", "mesh"])
 def test_a_state_of_replicas_of_either_loads_into_the_other(kind: str, *, mesh: bool) -> None:
     cell = {"original": True, "strategy": "HYBRID_SHARD", "mesh": mesh}
-    on_ranks(_same, 4, kind=kind, cell=cell, fresh=True)
+    on_ranks(_same, 4, kind=kind, cell=cell)
 
 
 @KIND
@@ -182,7 +182,7 @@ def _who_gets_it(context: RankContext) -> list[list[bool]]:
 
 
 def test_one_rank_of_each_replica_is_the_first_for_models_and_one_of_all_for_optimizers() -> None:
-    found = on_ranks(_who_gets_it, 4, fresh=True)
+    found = on_ranks(_who_gets_it, 4)
     for rank, (ours, theirs) in enumerate(found):
         assert ours == theirs == [rank in (0, 2), rank == 0, rank in (0, 2)]
 

@@ -79,7 +79,8 @@ def test_loading_the_plugin_imports_neither_torch_nor_the_suite() -> None:
 def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *arguments],
+        # Hypothesis' own plugin takes a second to import, and has no part in this.
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest", *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,

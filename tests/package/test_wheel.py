@@ -109,6 +109,7 @@ def in_project(project: Path, unpacked: Path, command: list[str], folder: str = 
     """Run a command in a folder of the project, with the wheel before all else; its output."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     environment |= {"PYTHONPATH": str(unpacked), "UNPACKED_WHEEL": str(unpacked)}
+    environment["PYTEST_ADDOPTS"] = "-p no:hypothesispytest"  # a second at each start, for nothing
     return _run(command, cwd=project / folder, env=environment)
 
 

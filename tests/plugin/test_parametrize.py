@@ -196,13 +196,21 @@ def test_cases_and_depth_choose_as_those_of_the_command_do() -> None:
         ({"models": ["mpl"]}, "no model 'mpl'; did you mean mlp"),
         ({"cases": "mlp/trian/*"}, r"no case 'mlp/trian/\*'; did you mean 'mlp/train/\*'"),
         ({"depth": "ful"}, "no depth 'ful'; did you mean full"),
+        ({"world": 0}, r"^world=0: a run needs at least 1 rank"),
+        ({"expect": "missing.txt"}, r"^expect missing.txt: No such file"),
+        ({"world": 10**6}, r"^world=1000000: a rank takes at least"),
     ],
 )
 def test_a_wrong_name_is_an_error_of_the_decorator(
     options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as refused:
         ids_of(**options)
+    # what pytest shows: the lines of who calls it
+    shown = refused.traceback.filter(refused)
+    assert {Path(entry.path) for entry in shown} == {Path(__file__)}
+    assert refused.value.__suppress_context__
+    assert refused.value.__cause__ is None
 
 
 def test_a_failure_says_what_the_case_does_and_how_to_repeat_it() -> None:

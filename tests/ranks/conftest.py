@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance.ranks import RankPool, supervise
+from conformance.ranks import RankPool, shared_pool, supervise
 from tests.ranks.bounds import count_bounds_from, rest
 
 
@@ -13,6 +13,12 @@ def pool() -> Iterator[RankPool]:
     """One pool for the folder: every test also shows that it survives the faults of the others."""
     with RankPool(world=2) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def warm() -> RankPool:
+    """Ranks that need not import what training imports first."""
+    return shared_pool(2, preload=("tests.fsdp.preload",))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -46,6 +47,7 @@ def describe(context: RankContext) -> dict[str, Any]:
         "backend": context.backend,
         "env": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")],
         "threads": torch.get_num_threads(),
+        "collects": gc.isenabled(),
         "pid": os.getpid(),
         "parent": os.getppid(),
         "cwd": os.getcwd(),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from packaging.version import Version
 
-from conformance.ranks import Job, RankPool, RankVerdict, shared_pool
+from conformance.ranks import Job, RankPool, RankVerdict
 from tests.ranks import jobs
 
 
@@ -32,12 +34,10 @@ def test_a_fresh_job_leaves_the_kept_ranks_alone(pool: RankPool) -> None:
     assert [value["pid"] for value in pool.run(Job.of(jobs.describe)).values] == before
 
 
-@pytest.fixture
-def warm() -> RankPool:
-    """Ranks that need not import DTensor first."""
-    return shared_pool(2, preload=("tests.fsdp.preload",))
-
-
+@pytest.mark.xfail(
+    Version(torch.__version__).release < (2, 12),
+    reason="torch 2.11 keeps what it found for an operator where nothing can clear it",
+)
 @pytest.mark.parametrize(
     "job",
     [

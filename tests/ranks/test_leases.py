@@ -133,6 +133,26 @@ def test_who_waits_holds_nothing_and_who_cannot_wait_longer_is_told(tmp_path: Pa
     assert not waiting.is_alive()
 
 
+@pytest.mark.parametrize("taken", ["fake-0", "fake-queue"])
+def test_for_what_a_process_waits_long_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, taken: str
+) -> None:
+    leases = fake_leases(tmp_path, "0,1,2")
+
+    def wait() -> list[str]:
+        with pytest.raises(RuntimeError, match="not free"), leases.hold(3, timeout=0.05):
+            pytest.fail("they were free")
+        return caplog.messages
+
+    told = "waiting for 3 fake devices that other jobs of this user hold (lock files in {})"
+    with FileLock(tmp_path / f"{taken}.lock"):
+        assert wait() == []
+        monkeypatch.setattr("conformance.ranks.leases.TOLD_AFTER", 0.0)
+        assert wait() == wait() == [told.format(tmp_path)]
+    with leases.hold(3):
+        assert len(caplog.messages) == 1
+
+
 def is_held(path: Path) -> bool:
     try:
         with FileLock(path, blocking=False):

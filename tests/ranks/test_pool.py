@@ -44,6 +44,7 @@ def test_a_rank_is_told_its_place(pool: RankPool) -> None:
         assert (seen["world"], seen["device"], seen["backend"]) == (2, "cpu", "gloo")
         assert seen["env"] == [str(rank), "2", str(rank), "127.0.0.1"]
         assert seen["threads"] == 1
+        assert seen["collects"]
         assert seen["cwd"] == os.getcwd()
         assert seen["exists"]
         assert not os.path.exists(seen["directory"]) or not os.listdir(seen["directory"])

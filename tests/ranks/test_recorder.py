@@ -19,6 +19,12 @@ from tests.ranks.jobs import Net
 FIELDS = ("op", "group", "numel", "bytes", "dtype", "reduce_op", "root")
 
 
+@pytest.fixture
+def pool(warm: RankPool) -> RankPool:
+    """Most of these jobs train."""
+    return warm
+
+
 def issue_each_kind(context: RankContext) -> list[Any]:
     whole, piece = torch.zeros(6), torch.zeros(3)
     pieces = [torch.zeros(3), torch.zeros(3)]
@@ -33,7 +39,9 @@ def issue_each_kind(context: RankContext) -> list[Any]:
     halves = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
     dist.distributed_c10d._all_gather_base(*halves)
     dist.distributed_c10d._reduce_scatter_base(*reversed(halves))
-    return [[getattr(r, field) for field in FIELDS] for r in context.recorder.records]
+    records = context.recorder.records
+    assert all(r.left is not None and r.entered <= r.left for r in records)
+    return [[getattr(r, field) for field in FIELDS] for r in records]
 
 
 def test_every_kind_of_collective_has_its_full_payload(pool: RankPool) -> None:

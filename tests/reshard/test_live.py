@@ -27,11 +27,9 @@ def _moves(
 
 def check(source: str, target: str, one: list[int], other: list[int], limit: int = 1 << 20) -> None:
     world = max(*one, *other, 1) + 1
-    hybrid = "hybrid" in source + target
     on_ranks(
         _moves,
         world,
-        fresh=hybrid,
         source=source,
         target=target,
         one=one,

@@ -65,7 +65,7 @@ def _live(context: RankContext, *, source: Form, target: Form, limit: int) -> No
     ids=named,
 )
 def test_a_model_moves_inside_a_job(source: Form, target: Form) -> None:
-    on_ranks(_live, _world(source, target), fresh=True, source=source, target=target, limit=300)
+    on_ranks(_live, _world(source, target), source=source, target=target, limit=300)
 
 
 def _world(*forms: Form) -> int:
@@ -105,15 +105,15 @@ def test_a_directory_is_read_in_any_form(
     source: Form, target: Form, written: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "saved")
-    on_ranks(_saves, _world(source), fresh=True, form=source, path=path, written=written)
-    on_ranks(_loads, _world(target), fresh=True, form=target, path=path)
+    on_ranks(_saves, _world(source), form=source, path=path, written=written)
+    on_ranks(_loads, _world(target), form=target, path=path)
 
 
 @pytest.mark.long
 def test_what_is_alike_on_several_meshes_is_written_once(tmp_path: Path) -> None:
     """Plain parameters of units lie on one mesh for each rank of tensor parallelism."""
     path = tmp_path / "saved"
-    on_ranks(_saves, 4, fresh=True, form=("flat", (2, 2)), path=str(path), written="sharded")
+    on_ranks(_saves, 4, form=("flat", (2, 2)), path=str(path), written="sharded")
     listed = FileSystemReader(path).read_metadata().storage_data
     written = sum(file.stat().st_size for file in path.glob("*.distcp"))
     assert written == sum(info.length for info in listed.values())
@@ -140,7 +140,7 @@ def _refused(context: RankContext, *, kind: str) -> list[str]:
     ],
 )
 def test_what_is_no_cut_of_cuts_is_refused_by_name(kind: str, fragment: str) -> None:
-    errors = on_ranks(_refused, 2, fresh=True, kind=kind)
+    errors = on_ranks(_refused, 2, kind=kind)
     named_on_every_rank(errors, NotImplementedError, fragment)
     named_on_every_rank(errors, NotImplementedError, "'part'")
 
@@ -154,7 +154,7 @@ def _held_by(context: RankContext) -> tuple[dict[str, list[list[int]]], Any]:
 
 @pytest.mark.long
 def test_who_holds_what_follows_from_the_mesh() -> None:
-    for rank, (tables, order) in enumerate(on_ranks(_held_by, 4, fresh=True)):
+    for rank, (tables, order) in enumerate(on_ranks(_held_by, 4)):
         # Boxes of tensor parallelism first: ranks 0 and 2 have the first of them.
         assert tables["layers.0.up.weight"] == [[0, 2, 1, 3]]
         assert tables["layers.0.norm.weight"] == [[0, 2], [1, 3]]

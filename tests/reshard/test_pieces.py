@@ -212,7 +212,7 @@ def _replicas(context: RankContext, *, path: str) -> None:
 
 
 def test_replicas_are_written_once(tmp_path: Path) -> None:
-    on_ranks(_replicas, 4, fresh=True, path=str(tmp_path / "saved"))
+    on_ranks(_replicas, 4, path=str(tmp_path / "saved"))
     size = sum(f.stat().st_size for f in (tmp_path / "saved").glob("*.distcp"))
     on_ranks(_pair, 2, path=str(tmp_path / "pair"))
     assert size < 1.2 * sum(f.stat().st_size for f in (tmp_path / "pair").glob("*.distcp"))

@@ -62,4 +62,4 @@ def _beside(context: RankContext) -> list[int]:
 
 
 def test_a_rank_beside_the_mesh_of_a_tensor_has_no_part_of_it() -> None:
-    assert on_ranks(_beside, 2, fresh=True) == ([0, -1], [0, -1])
+    assert on_ranks(_beside, 2) == ([0, -1], [0, -1])

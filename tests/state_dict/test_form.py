@@ -95,7 +95,7 @@ def _replicas(context: RankContext, *, dtensor: bool) -> None:
 
 @FORMS
 def test_a_replica_holds_a_whole_value_among_its_own_ranks(*, dtensor: bool) -> None:
-    on_ranks(_replicas, 4, dtensor=dtensor, fresh=True)
+    on_ranks(_replicas, 4, dtensor=dtensor)
 
 
 def _other_cuts(context: RankContext) -> None:
@@ -131,7 +131,7 @@ def _refusals(context: RankContext) -> None:
 
 
 def test_what_cannot_be_cut_or_put_together_is_refused() -> None:
-    on_ranks(_refusals, 2, fresh=True)
+    on_ranks(_refusals, 2)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

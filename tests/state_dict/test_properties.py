@@ -115,8 +115,7 @@ def _comes_back(context: RankContext, example: dict[str, Any], kind: str) -> Non
 def _run(example: dict[str, Any], kind: str) -> None:
     if kind == "local" and example["mesh"]:
         example = {**example, "mesh": False}
-    fresh = isinstance(example["mesh"], tuple)
-    on_ranks(_comes_back, example["world"], fresh=fresh, example=example, kind=kind)
+    on_ranks(_comes_back, example["world"], example=example, kind=kind)
 
 
 @QUICK

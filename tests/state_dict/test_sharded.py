@@ -129,7 +129,7 @@ def _hybrid(context: RankContext, *, pair: bool, original: bool) -> None:
     ],
 )
 def test_replicas_are_saved_as_one_rank_of_them_holds_it(*, pair: bool, original: bool) -> None:
-    on_ranks(_hybrid, 4, pair=pair, original=original, fresh=True)
+    on_ranks(_hybrid, 4, pair=pair, original=original)
 
 
 def _for_rank0(context: RankContext) -> list[str]:
@@ -140,7 +140,7 @@ def _for_rank0(context: RankContext) -> list[str]:
 
 def test_a_state_for_rank0_is_on_the_first_rank_of_each_replica() -> None:
     names = list(cells.plain(buffers=True).state_dict())
-    assert on_ranks(_for_rank0, 4, fresh=True) == (names, [], names, [])
+    assert on_ranks(_for_rank0, 4) == (names, [], names, [])
 
 
 def _outside(context: RankContext) -> None:

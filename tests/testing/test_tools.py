@@ -125,7 +125,7 @@ def test_expectations_are_written_into_the_source(tmp_path: Path) -> None:
     ("source", "numbers"),
     [
         (METHOD, (signal.SIGTERM,)),
-        # tests/cli/test_run.py interrupts a scenario, tests/ranks/test_controller.py kills ranks
+        # tests/cli/test_ending.py ends a scenario, tests/ranks/test_controller.py kills ranks
         pytest.param(METHOD, (signal.SIGINT, signal.SIGKILL), marks=pytest.mark.long),
         pytest.param(SCENARIO, (signal.SIGINT, signal.SIGKILL), marks=pytest.mark.long),
     ],
