@@ -74,30 +74,27 @@ def examine(info: FSDPParamInfo, member: Member, state: Mapping[str, Any]) -> Pa
     given = [entry for entry in entries if entry is not None]
     if not given:
         return None
-    if any(set(entry) != set(given[0]) for entry in given):
+    states = given[0].keys()
+    if any(entry.keys() != states for entry in given[1:]):
         raise ValueError(
             f"Differing optimizer state names for the unflattened parameters: {list(names)}: "
             f"{[sorted(entry) for entry in given]}"
         )
-    if not given[0]:
+    if not states:
         if len(names) == 1:
             return None
         raise RuntimeError(
             f"The state of {member.key} is empty. A parameter without state has no entry."
         )
     part = Part(info=info, member=member)
-    for name in sorted(given[0]):
+    for name in sorted(states):
         values = [None if entry is None else entry[name] for entry in entries]
-        known = [value for value in values if value is not None]
-        if not known:
-            part.others[name] = None
-        elif _kind(known[0]) == "tensor":
-            _check_kinds(name, known, names)
+        kind = _kind_of_all(name, values, names)
+        if kind == "tensor":
             _check_tensors(part, name, values)
             part.tensors[name] = values
         else:
-            _check_kinds(name, known, names)
-            part.others[name] = _common(name, values, names)
+            part.others[name] = None if kind is None else _common(name, values, names)
     return part
 
 
@@ -110,39 +107,60 @@ def cut(part: Part, source: Source) -> dict[str, Any]:
 
     *Memory*: what ``source`` gives, for one value at a time, beside the result.
     """
-    member, params = part.member, part.info.params
-    layout, rank = part.info.group.shard.layout, part.info.mesh.shard_rank
-    device = params[member.indices[0]].local.device
+    info, member = part.info, part.member
     found: dict[str, Any] = {}
     for state, values in part.tensors.items():
         if member.is_whole:
-            param = params[member.indices[0]]
-            value = param.inside(source.tensor(values[0], part.info))
-            found[state] = _as_stored(param, value).to(device, copy=True)
+            param = info.params[member.indices[0]]
+            value = param.inside(source.tensor(values[0], info))
+            found[state] = _as_stored(param, value).to(param.local.device, copy=True)
             continue
-        run = source.run(part.info, member, values)
-        if run is not None:
-            found[state] = run
-            continue
-        dtype = next(value.dtype for value in values if value is not None)
-        own = torch.zeros(member.numel, dtype=dtype, device=device)
-        for index, value in zip(member.indices, values, strict=True):
-            if value is not None:
-                piece = layout.piece(index, rank)
-                target = own.narrow(0, piece.offset - member.offset, piece.numel)
-                whole = source.tensor(value, part.info)
-                _place(target, params[index], params[index].inside(whole), piece)
-                del whole  # or it would be there while the next one is fetched
-        found[state] = own
+        run = source.run(info, member, values)
+        found[state] = _run(part, values, source) if run is None else run
     if not member.numel:
         return {}
     return found | {state: _copied(value) for state, value in part.others.items()}
 
 
-def _place(target: torch.Tensor, param: FlatParam, whole: torch.Tensor, piece: Fragment) -> None:
-    """Copy this rank's run of the ``whole`` of its part of a value; nothing of it stays."""
-    if piece.numel:
-        target.copy_(param.in_order(whole).reshape(-1)[piece.start : piece.stop])
+def _run(part: Part, values: Sequence[Any], source: Source) -> torch.Tensor | None:
+    """Return this rank's elements (n,) of one state of a member; None for no elements."""
+    info, member = part.info, part.member
+    given = [
+        (index, value)
+        for index, value in zip(member.indices, values, strict=True)
+        if value is not None
+    ]
+    device = info.params[member.indices[0]].local.device
+    own = None  # what is one run of one value needs no zeros around it
+    if all(info.pieces[index].numel != member.numel for index, _ in given):
+        own = torch.zeros(member.numel, dtype=given[0][1].dtype, device=device)
+    for index, value in given:
+        param, piece = info.params[index], info.pieces[index]
+        whole = param.inside(source.tensor(value, info))
+        if piece.numel:
+            run = _elements(param, whole, piece)
+            if own is None:
+                own = _plain_copy(run, device)
+            else:
+                own.narrow(0, piece.offset - member.offset, piece.numel).copy_(run)
+            del run
+        del whole  # or it would be there while the next one is fetched
+    return own
+
+
+def _elements(param: FlatParam, whole: torch.Tensor, piece: Fragment) -> torch.Tensor:
+    """Return this rank's run (n,) of the ``whole`` of its part of a value."""
+    run = param.in_order(whole).reshape(-1)
+    return run if piece.numel == run.numel() else run[piece.start : piece.stop]
+
+
+def _plain_copy(run: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the elements of ``run`` (n,) in a plain tensor, whatever it is."""
+    if type(run) is torch.Tensor:
+        return run.clone() if run.device == device else run.to(device)
+    own = torch.empty(run.shape, dtype=run.dtype, device=device)
+    own.copy_(run)  # which returns a tensor of the type of ``run``
+    return own
 
 
 def _as_stored(param: FlatParam, value: torch.Tensor) -> torch.Tensor:
@@ -158,13 +176,15 @@ def _kind(value: Any) -> str:
     return "tensor" if len(value.shape) else "scalar tensor"
 
 
-def _check_kinds(state: str, values: Sequence[Any], names: Sequence[str]) -> None:
-    kinds = sorted({_kind(value) for value in values})
+def _kind_of_all(state: str, values: Sequence[Any], names: Sequence[str]) -> str | None:
+    """Return the kind of the values; None if there are none."""
+    kinds = {_kind(value) for value in values if value is not None}
     if len(kinds) > 1:
         raise ValueError(
             f"Differing optimizer state types for state {state} of the unflattened parameters "
-            f"{list(names)}: {kinds}"
+            f"{list(names)}: {sorted(kinds)}"
         )
+    return kinds.pop() if kinds else None
 
 
 def _check_tensors(part: Part, state: str, values: Sequence[Any]) -> None:
@@ -180,7 +200,7 @@ def _check_tensors(part: Part, state: str, values: Sequence[Any]) -> None:
         )
     for index, value in zip(part.member.indices, values, strict=True):
         shape = part.info.params[index].outer_shape
-        if value is not None and torch.Size(value.shape) != shape:
+        if value is not None and value.shape != shape:
             raise ValueError(
                 "Tensor optimizer state does not have same shape as its parameter: "
                 f"{tuple(value.shape)} {tuple(shape)} for state {state} of "
@@ -190,7 +210,7 @@ def _check_tensors(part: Part, state: str, values: Sequence[Any]) -> None:
 
 def _common(state: str, values: Sequence[Any], names: Sequence[str]) -> Any:
     first = values[0]
-    if any(value is None or not same(first, value) for value in values):
+    if first is None or any(value is None or not same(first, value) for value in values[1:]):
         shown = dict(zip(names, values, strict=True))
         raise ValueError(
             "All unflattened parameters comprising a single flat parameter must have scalar state "
@@ -200,4 +220,7 @@ def _common(state: str, values: Sequence[Any], names: Sequence[str]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    """Return a value that the optimizer may take for its own, tensors in host memory."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if value.is_cpu else value.cpu()

@@ -28,15 +28,16 @@ def text_of(value: Any) -> str:
     """
     if isinstance(value, torch.Tensor):
         held = local_tensor(value) if isinstance(value, DTensor) else value
-        shown = "meta" if held.is_meta else text_of(held.detach().cpu().tolist())
+        shown = "meta" if held.is_meta else text_of(held.tolist())
         return f"tensor({shown}, {held.dtype})"
+    if type(value) is float:  # a step of each parameter: all that is asked below takes longer
+        return _number(value)
     if isinstance(value, (bool, enum.Enum)):
         return repr(value)
     if isinstance(value, numbers.Integral):
         return repr(int(value))
     if isinstance(value, numbers.Real):
-        number = float(value)
-        return repr(int(number)) if number.is_integer() else repr(number)
+        return _number(float(value))
     if isinstance(value, Mapping):
         pairs = sorted((text_of(key), text_of(each)) for key, each in value.items())
         return f"{type(value).__name__}({', '.join(': '.join(pair) for pair in pairs)})"
@@ -49,6 +50,10 @@ def text_of(value: Any) -> str:
         return repr(value)
     # Its address, or the number of a device, differs from rank to rank.
     return f"an object of {type(value).__qualname__}"
+
+
+def _number(value: float) -> str:
+    return repr(int(value)) if value.is_integer() else repr(value)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -5,13 +5,14 @@ No state, no collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp.engine.layout import Fragment
 from fsdp.flat_parameter import FlatParam, flat_params
 from fsdp.joint_state import expect_separate
 from fsdp.optim_state.vocabulary import FSDPParamInfo, Member, _OptimStateKey
@@ -61,9 +62,11 @@ class Names:
         self.keys = {param: member.key for param, (_, member) in self.members.items()}
         owned = {name for info in self.infos for name in info.names}
         for name, param in model.named_parameters():
+            if param in self.keys:
+                continue
             plain = clean(name)
             # In forward other objects are registered under the names of managed parameters.
-            if param not in self.keys and plain not in owned:
+            if plain not in owned:
                 self.keys[param] = _OptimStateKey((plain,), is_fsdp_managed=False)
 
     @property
@@ -167,19 +170,24 @@ def _info(unit: WrappedUnit, paths: dict[nn.Module, str]) -> FSDPParamInfo | Non
     for group in unit._state.groups:
         params = flat_params(group.shard.plain)
         names = [clean(joined(paths[p.info.module], p.info.param_name)) for p in params]
-        exposure = group.options.exposure
+        exposure, layout = group.options.exposure, group.shard.layout
+        rank = group.mesh_info.shard_rank
+        pieces = tuple(layout.piece(index, rank) for index in range(len(params)))
         return FSDPParamInfo(
             state=unit._state,
             group=group,
             param_indices={name: index for index, name in enumerate(names)},
             param_requires_grad=tuple(exposure.requires_grad(params)),
-            members=tuple(_members(unit, params, names)),
+            pieces=pieces,
+            members=tuple(_members(unit, params, names, pieces)),
             use_dtensor=unit._device_mesh is not None,
         )
     return None
 
 
-def _members(unit: WrappedUnit, params: list[FlatParam], names: list[str]) -> Iterator[Member]:
+def _members(
+    unit: WrappedUnit, params: list[FlatParam], names: list[str], pieces: Sequence[Fragment]
+) -> Iterator[Member]:
     (group,) = unit._state.groups
     flat = unit._flat_param
     if flat is not None:
@@ -194,8 +202,7 @@ def _members(unit: WrappedUnit, params: list[FlatParam], names: list[str]) -> It
         )
         return
     keeps_shape = not STRATEGIES[unit.sharding_strategy].shards
-    for index, (param, name) in enumerate(zip(params, names, strict=True)):
-        piece = group.shard.layout.piece(index, group.mesh_info.shard_rank)
+    for index, (param, name, piece) in enumerate(zip(params, names, pieces, strict=True)):
         yield Member(
             param=original_of(param),
             key=_OptimStateKey((name,), is_fsdp_managed=True),

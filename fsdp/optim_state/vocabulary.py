@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp.engine.layout import Fragment
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.unit import FSDPState
@@ -154,6 +155,7 @@ class FSDPParamInfo:
         group: its parameters.
         param_indices: name -> index, in flattening order.
         param_requires_grad: by index.
+        pieces: what this rank holds of each, by index.
         members: what an optimizer sees of it.
         use_dtensor: whether the user gave a mesh, so that chunks are DTensors on it.
     """
@@ -162,6 +164,7 @@ class FSDPParamInfo:
     group: FSDPParamGroup
     param_indices: dict[str, int]
     param_requires_grad: tuple[bool, ...]
+    pieces: tuple[Fragment, ...]
     members: tuple[Member, ...]
     use_dtensor: bool
 

@@ -128,7 +128,7 @@ def _hybrid(context: RankContext, *, original: bool, pair: bool) -> None:
 @ORIGINAL
 @pytest.mark.parametrize("pair", [False, True], ids=["mesh", "pair"])
 def test_replicas_save_and_load_the_same(*, original: bool, pair: bool) -> None:
-    on_ranks(_hybrid, 4, original=original, pair=pair, fresh=True)
+    on_ranks(_hybrid, 4, original=original, pair=pair)
 
 
 def _stays(context: RankContext, *, original: bool) -> int:
