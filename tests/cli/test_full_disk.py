@@ -11,11 +11,10 @@ import resource
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -29,7 +28,7 @@ from conformance.report.lines import Reported, read_log
 from conformance.report.log import RunLog
 from conformance.report.repeated import Done, recorded
 from conformance.room import no_room, temporary_folder
-from conformance.selftest import Kill
+from conformance.selftest import Diagonal, Kill
 from conformance.verdicts import EXIT_BAD, EXIT_OK, EXIT_UNDECIDED
 from tests.cli import here
 from tests.cli.literal import header, judged
@@ -128,10 +127,10 @@ def test_a_run_that_keeps_nothing_needs_no_room_for_a_log(tmp_path: Path, monkey
 def test_a_page_of_the_selftest_without_room_is_one_line_after_its_results(
     tmp_path: Path, monkeypatch
 ) -> None:
-    killed = SimpleNamespace(kill=Kill.KILLED)
+    killed = Diagonal(mutant="halved", check="gradients.scale", cause="scaled", kill=Kill.KILLED)
 
-    def diagonal(*_: object, **__: object) -> list[SimpleNamespace]:
-        return [killed]
+    def diagonal(*_: object, done: Callable[[Diagonal], None], **__: object) -> None:
+        done(killed)
 
     monkeypatch.setattr("conformance.cli.selftesting.diagonal", diagonal)
     monkeypatch.setattr("conformance.cli.selftesting.kills_page", lambda *_: "page" * 99)
