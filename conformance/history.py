@@ -132,7 +132,10 @@ class HistoryWriter:
             return {"json": value}
         # a number is there although the rank be killed; of a DTensor it might be a share
         if type(value) is Tensor and not value.dim() and not value.is_complex():
-            return {"json": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+            number: Any = value.item()
+            if isinstance(number, float) and not math.isfinite(number):
+                number = json.dumps(number)  # in words, which every reader of JSON takes
+            return {"json": number, "dtype": str(value.dtype).removeprefix("torch.")}
         # one long tensor a dtype: safetensors takes tens of microseconds for each one that it
         # writes or reads, and a history has thousands of small ones
         dtype = str(value.dtype).removeprefix("torch.")
@@ -331,7 +334,9 @@ def _observation(line: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Obse
 
     def restore(stored: Mapping[str, Any]) -> Any:
         if "dtype" in stored:
-            return torch.tensor(stored["json"], dtype=getattr(torch, stored["dtype"]))
+            number = stored["json"]
+            value = float(number) if isinstance(number, str) else number
+            return torch.tensor(value, dtype=getattr(torch, stored["dtype"]))
         if "tensor" not in stored:
             return stored["json"]
         shape, offset = stored["shape"], stored["offset"]

@@ -172,7 +172,7 @@ def parametrize_with_checks(  # noqa: PLR0913 - the options of `run`, by name
     return decorate
 
 
-_OPTION = re.compile(r"--(\w+)(?: (?P<number>\d+)\b| (?P<word>\w+)$)?")
+_OPTION = re.compile(r"(?<![\w/.-])--(\w+)(?: (?P<number>\d+)\b| (?P<word>\w+)$)?")
 
 
 def _as_keywords(message: str) -> str:

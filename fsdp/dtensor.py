@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import cast
 
 import torch
@@ -18,10 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp.dtensor_optimizers import expect_served
 from fsdp.empty_shard import EmptyShard
 from fsdp.engine.exposure import CutShard
+from fsdp.engine.extension import extends
 from fsdp.engine.layout import Extent, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
-from fsdp.engine.param import WHOLE, FSDPParam, ParamModuleInfo, install_all, uid_of
+from fsdp.engine.param import FSDPParam, ParamModuleInfo, uid_of
 from fsdp.engine.sharing import is_refused, let_sharing_be_refused
 from fsdp.engine.torch_private import (
     DTensorSpec,
@@ -36,8 +36,6 @@ from fsdp.engine.torch_private import (
 from fsdp.outer_form import local_gradient
 from fsdp.placement import data_parallel_dims, sharding_spec
 
-_SHARDED = attrgetter("sharded")
-
 
 @dataclass(eq=False, slots=True, kw_only=True, repr=False)
 class DTensorParam(FSDPParam):
@@ -49,7 +47,10 @@ class DTensorParam(FSDPParam):
         spec: mesh, placements and meta data of ``sharded``.
         whole_spec: the same of the whole parameter under tensor parallelism; None: a plain tensor.
         data_parallel_dims: dims of the parameter's mesh over which this package reduces.
-        address: of the memory in the shard to which ``sharded`` was last bound.
+        address: of the memory in the shard to which ``sharded`` was last bound; None: it has memory
+            of its own, for an extension.
+        shown: what was registered in its place when it was last gathered.
+        whole: the memory of ``unsharded``; None: that of a tensor subclass.
     """
 
     dim: int
@@ -57,7 +58,9 @@ class DTensorParam(FSDPParam):
     spec: DTensorSpec
     whole_spec: DTensorSpec | None
     data_parallel_dims: frozenset[int]
-    address: int = 0
+    address: int | None = None
+    shown: nn.Parameter | None = None
+    whole: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,35 @@ def _guard(param: DTensorParam) -> None:
         let_sharing_be_refused(param.sharded, param.name)
 
 
+def _registered(module: nn.Module, name: str, plain: bool) -> torch.Tensor | None:  # noqa: FBT001
+    """Return what ``module`` has as the parameter ``name``; ``plain``: it sets it as torch does."""
+    found: torch.Tensor | None = (
+        module._parameters.get(name) if plain else getattr(module, name, None)
+    )
+    return found
+
+
+def _check_places(params: Sequence[DTensorParam]) -> None:
+    """Refuse what was replaced where it is registered first, or later, but not everywhere."""
+    for param in params:
+        found, *others = [_registered(*slot) for slot in param.slots]
+        if any(other is not found for other in others):
+            raise ValueError(
+                f"parameter '{param.name}' was replaced after sharding in one of its places only; "
+                "wanted the same Parameter in all of them"
+            )
+
+
+def _detach(param: DTensorParam) -> None:
+    """Leave the DTensor that was replaced its values: users may put it back.
+
+    *Memory*: those of this rank, as long as somebody has the DTensor.
+    """
+    if param.address is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            set_local_tensor(param.sharded, local_tensor(param.sharded).clone())
+
+
 def with_own_storage(piece: torch.Tensor) -> torch.Tensor:
     """Return the contiguous ``piece`` of a shard as a tensor with a storage over its bytes alone.
 
@@ -174,12 +206,24 @@ class DTensorExposure:
             param.address = local.data_ptr()
 
     def changed(self, params: Sequence[DTensorParam]) -> bool:
-        """Whether a DTensor has other memory: it was swapped, or its memory was moved.
+        """Whether a DTensor was replaced, or has other memory: it was swapped, or that was moved.
 
-        On the host, to share a tensor with another process, or to send it there, does so.
+        On the host, to share a tensor with another process, or to send it there, moves its memory.
+
+        Raises:
+            ValueError: one was replaced in one of its places only.
         """
-        for param in params:  # noqa: SIM110 - a generator costs as much again, before each gather
-            if param.sharded._local_tensor.data_ptr() != param.address:  # type: ignore[attr-defined]
+        for param in params:
+            sharded = param.sharded
+            for module, name, plain in param.slots:
+                # As ``_registered``: the call costs more than all else here, before each gather.
+                if (
+                    module._parameters.get(name) if plain else getattr(module, name, None)
+                ) is not sharded:
+                    _check_places(params)
+                    return True
+            local = sharded._local_tensor  # type: ignore[attr-defined]
+            if param.address is not None and local.data_ptr() != param.address:
                 return True
         return False
 
@@ -197,7 +241,10 @@ class DTensorExposure:
             self._reread(param)
 
     def _reread(self, param: DTensorParam) -> None:
-        found: torch.Tensor | None = param.registered()
+        found = _registered(*param.slots[0])
+        if found is not None and found is param.unsharded:
+            # Who puts back what was there, as ``functional_call`` does, may have found it whole.
+            found = param.sharded
         if not isinstance(found, DTensor) or not isinstance(found, nn.Parameter):
             raise ValueError(
                 f"parameter '{param.name}' was replaced after sharding by "
@@ -213,8 +260,11 @@ class DTensorExposure:
                 f"{tuple(param.spec.shape)} and {param.spec.placements}"
             )
         if found is not param.sharded:
+            _detach(param)
             param.sharded = cast("nn.Parameter", found)
-            param.install(param.sharded)
+        param.install(param.sharded)  # also where a load has replaced it in one place after another
+        if extends(local_tensor(found)):
+            param.address = None
         _guard(param)
         param.spec = spec
 
@@ -223,18 +273,57 @@ class DTensorExposure:
         if param.whole_spec is not None:
             spec = spec_with_dtype(param.whole_spec, whole.dtype)
             whole = dtensor_of(whole, spec, requires_grad=False)
+        # What is given to ``.data`` of a subclass changes nothing.
+        param.whole = whole if type(whole) is torch.Tensor else None
         return nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
 
     def show_sharded(self, params: Sequence[DTensorParam]) -> None:
-        """Register the DTensors."""
-        install_all(params, map(_SHARDED, params))
+        """Register the DTensors; what users have put in the place of whole ones stays.
+
+        Before the next gather ``reread`` adopts it, or names it.
+        """
+        for param in params:
+            shown, sharded = param.shown, param.sharded
+            for module, name, plain in param.slots:
+                if _registered(module, name, plain) is not shown:
+                    continue
+                if plain:
+                    module._parameters[name] = sharded
+                else:
+                    setattr(module, name, sharded)
 
     def show_whole(self, params: Sequence[DTensorParam]) -> None:
-        """Register the leaves."""
-        install_all(params, map(WHOLE, params))
+        """Register the leaves; one that was given other memory is over that of its group again."""
+        for param in params:
+            leaf, whole = param.unsharded, param.whole
+            assert leaf is not None
+            for module, name, plain in param.slots:
+                if plain:
+                    module._parameters[name] = leaf
+                else:
+                    setattr(module, name, leaf)
+            param.shown = leaf
+            if whole is not None and leaf.data_ptr() != whole.data_ptr():
+                leaf.data = whole
 
     def check_whole(self, params: Sequence[DTensorParam]) -> None:
-        """Do nothing: the leaves belong to their group, which is told nothing of changes."""
+        """Refuse what has taken the place of a leaf or its memory: gradients would be of neither.
+
+        Raises:
+            ValueError: names the parameter.
+        """
+        for param in params:
+            leaf, whole = param.unsharded, param.whole
+            assert leaf is not None
+            found = [_registered(*slot) for slot in param.slots]
+            # The sharded one is there if ``functional_call`` has put it back.
+            ours = all(each is leaf or each is param.sharded for each in found)
+            if not ours or (whole is not None and leaf.data_ptr() != whole.data_ptr()):
+                raise ValueError(
+                    f"parameter '{param.name}', or its memory, was replaced between forward and "
+                    "backward while it was whole. Call reshard() first, or replace it after "
+                    "backward."
+                )
 
     def show_post_forward(
         self,
@@ -249,6 +338,7 @@ class DTensorExposure:
                 shown, param.name, "were kept over a smaller mesh when it was made"
             )
             param.install(shown)
+            param.shown = shown
 
     def _over_smaller_mesh(
         self, param: DTensorParam, piece: torch.Tensor, info: DataParallelMeshInfo

@@ -18,6 +18,7 @@ from fsdp.flat_parameter import (
     FlatParam,
     FlatParameter,
     is_over,
+    leave_values,
     put_on_leaf,
     set_gradient,
 )
@@ -99,6 +100,8 @@ class FlatExposure(BaseExposure):
                 f"the flat parameter was replaced by one of shape {tuple(found.shape)}; wanted "
                 f"{tuple(self.flat.shape)}"
             )
+        if found is not self._flat:
+            leave_values(self.flat)
         self._flat = found
         found._is_flat_param = True  # type: ignore[attr-defined]  # also lost where it was swapped
         data = found.data

@@ -177,6 +177,16 @@ def check_flattenable(params: Sequence[nn.Parameter], *, use_orig_params: bool) 
             raise ValueError(f"Must flatten tensors with uniform {what} but got {shown}")
 
 
+def leave_values(param: nn.Parameter) -> None:
+    """Give a parameter that was replaced memory of its own: users may put it back.
+
+    *Memory*: its values, as long as somebody has it.
+    """
+    if param.untyped_storage().nbytes():  # else it was freed, and there is nothing to read
+        with torch.inference_mode(False), torch.no_grad():
+            param.data = param.data.clone()
+
+
 def mark_taken(param: nn.Parameter) -> None:
     """Let another unit refuse ``param``."""
     setattr(param, _TAKEN, True)

@@ -15,6 +15,7 @@ from fsdp.flat_parameter import (
     BaseExposure,
     FlatParam,
     is_over,
+    leave_values,
     mark_taken,
     put_on_leaf,
     set_gradient,
@@ -97,6 +98,7 @@ class OriginalExposure(BaseExposure):
                 )
             if found is not param.original:
                 _check_shared(param)
+                leave_values(original_of(param))
                 param.original = found
             mark_taken(found)  # which is lost where it was swapped, too
             param.local = self._flattened(param, found.data)

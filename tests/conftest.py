@@ -64,15 +64,18 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 """Ids of all tests that this process has found, before any is left out."""
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    """Collect no garbage meanwhile: what is found stays, and looking at torch again takes long."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Collect no garbage meanwhile: what is found stays, and looking at torch again takes long.
+
+    As usual afterwards, but for what modules and tests consist of.
+    """
     gc.disable()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Collect it as usual from now on, but for what modules and tests consist of."""
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

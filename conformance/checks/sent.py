@@ -51,14 +51,14 @@ class Traffic:
     reductions: Sequence[Row]
     later: Sequence[Row]
 
-    @property
-    def whole(self) -> int:
+    def whole(self, shards: int) -> int:
         """Elements reduced of which all ranks got the sum that gather each other's parts.
 
         An all-reduce among replicas is none: of these ranks each has another part. Nor is one of a
-        single element, which is bookkeeping.
+        single element, which is bookkeeping, as is what more ranks gather than have parts.
         """
-        cut = [set(row["group_ranks"]) for row in self.gathers if row["op"] == "all_gather"]
+        gathers = [set(row["group_ranks"]) for row in self.gathers if row["op"] == "all_gather"]
+        cut = [ranks for ranks in gathers if len(ranks) <= shards]
         return sum(
             int(row["numel"])
             for row in self.reductions

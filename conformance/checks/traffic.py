@@ -103,7 +103,7 @@ def _hold_reductions(evidence: Evidence, ledger: Ledger, step: Traffic, shards: 
     expected = _reduced(evidence, times * used.elements, shards) * size
     # of a parameter that is cut each rank is due its part: this is seen whatever padding may be
     free = shards == 1 or evidence.conventions.reduces == "whole"
-    scattered = free or step.whole <= times * most.uncut
+    scattered = free or step.whole(shards) <= times * most.uncut
     if elements < least:
         cause = Cause.NOT_REDUCED
     elif not scattered:

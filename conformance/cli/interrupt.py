@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -41,7 +42,9 @@ def leaving_on_signals() -> Iterator[None]:
     this process was started to ignore, as under ``nohup``, it ignores.
     """
     before = {number: signal.getsignal(number) for number in ENDING}
-    heard = [number for number in ENDING if before[number] is not signal.SIG_IGN]
+    heard = [number for number in ENDING if before[number] not in (signal.SIG_IGN, None)]
+    if threading.current_thread() is not threading.main_thread():
+        heard = []  # no other thread is ever told
     for number in heard:
         signal.signal(number, _leave)
     try:

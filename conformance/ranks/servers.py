@@ -19,6 +19,8 @@ _Key = tuple[int, tuple[str, ...], frozenset[tuple[str, str]]]
 
 _lock = threading.Lock()
 _servers: dict[_Key, ForkServer] = {}
+_open: list[ForkServer] = []
+"""All that were started and are not closed, also while they are being closed."""
 _users: dict[int, int] = {}
 
 
@@ -37,6 +39,7 @@ def lease_server(preload: Sequence[str], env: Mapping[str, str]) -> ForkServer:
         if server is None or not server.alive:
             server = ForkServer(preload=preload, env=merged)
             _servers[key] = server
+            _open.append(server)
         _users[id(server)] = _users.get(id(server), 0) + 1
         return server
 
@@ -51,6 +54,7 @@ def release_server(server: ForkServer) -> None:
         for key in [key for key, known in _servers.items() if known is server]:
             del _servers[key]
     server.close()
+    _open.remove(server)
 
 
 def end_servers() -> None:
@@ -58,7 +62,7 @@ def end_servers() -> None:
 
     For a process that ends right after, such as in a handler of a signal: no lock is asked for.
     """
-    for server in list(_servers.values()):
+    for server in _open.copy():
         server.end_now()
 
 

@@ -168,7 +168,7 @@ class FSDPParamGroup:
                 self._exposure.check_whole(self.fsdp_params)
             return
         # A part that was kept after forward is gathered, whatever has become of the shard.
-        if self._kept is None and self._exposure.changed(self.shard.plain):
+        if self._kept is None and self._exposure.changed(self.fsdp_params):
             self.relink()
         if self._sharded_state is ShardedState.KEPT:
             return

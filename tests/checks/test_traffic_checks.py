@@ -265,6 +265,14 @@ def test_what_is_summed_among_replicas_is_a_part(among: tuple[int, int], found) 
     assert cause("collectives.bytes", story) is found
 
 
+@pytest.mark.parametrize("numel", [4, 8])
+def test_what_more_ranks_gather_than_have_parts_is_no_parameter(numel: int) -> None:
+    story = step_of()  # two have parts, so of four ranks two are replicas, and each logs its loss
+    send(story, "all_gather", "step 0/micro 1", numel, group_ranks=(0, 1, 2, 3))
+    send(story, "all_reduce", "step 0/micro 1", 6, group_ranks=(0, 2))
+    assert cause("collectives.bytes", story) is None
+
+
 @pytest.mark.parametrize(
     ("story", "found"),
     [

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance.cli.interrupt import leaving_on_signals
 from conformance.cli.repeating import recheck_command
 from conformance.cli.selftesting import diagonal_text
 from conformance.ranks.process import ForkServer
+from conformance.ranks.servers import end_servers, lease_server, release_server
 from conformance.report.lines import read_log
 from conformance.selftest import Diagonal, Kill
 
@@ -32,8 +34,8 @@ from conformance.cli import interrupt, listing, main
 from conformance.room import temporary_folder
 
 number = int(sys.argv.pop(1))
-if sys.argv.pop(1) == "ignored":
-    signal.signal(number, signal.SIG_IGN)
+ignored = sys.argv.pop(1) == "ignored"
+signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)  # however the tests began
 
 
 def known():
@@ -181,6 +183,37 @@ def test_who_uses_a_forkserver_that_is_ended_with_its_process_goes_on_no_more(
     thread.join(0.1)
     assert thread.is_alive()
     server._process.wait()
+
+
+def test_a_forkserver_that_is_being_closed_is_ended_with_its_process(monkeypatch) -> None:
+    ended: list[ForkServer] = []
+    close = ForkServer.close
+
+    def interrupted(server: ForkServer) -> None:
+        end_servers()
+        close(server)
+
+    monkeypatch.setattr(ForkServer, "end_now", lambda server: ended.append(server))
+    monkeypatch.setattr(ForkServer, "close", interrupted)
+    server = lease_server((), {"OF_THIS_TEST": "alone"})
+    release_server(server)
+    assert ended.count(server) == 1
+    end_servers()
+    assert ended.count(server) == 1
+
+
+def test_a_command_in_another_thread_leaves_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def run() -> None:
+        with leaving_on_signals():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before]
 
 
 def test_a_selftest_that_is_ended_says_how_many_mutants_it_measured() -> None:

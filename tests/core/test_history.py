@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,22 @@ def test_a_number_comes_back_bit_for_bit(
         assert (found.dtype, found.shape) == (value.dtype, value.shape)
         assert torch.equal(found, value)
         assert bool(found.real.signbit()) == bool(value.real.signbit())
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_stands_in_lines_that_every_reader_takes(
+    tmp_path: Path, number: float
+) -> None:
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    writer = HistoryWriter(tmp_path, 0, {"world": 1})
+    writer.write("loss", torch.tensor(number, dtype=torch.bfloat16))
+    for line in (tmp_path / "rank0.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refused)
+    found = History.read(tmp_path, 1).get(0, "loss")  # of a rank that was killed
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.nan_to_num(7.0), torch.tensor(number).bfloat16().nan_to_num(7.0))
 
 
 def test_a_rank_that_wrote_nothing_is_empty(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Memory behind sharded parameters is swapped, shared or freed: what is there trains on, or errors.
-
-Of one parameter, or of the module, in ways that change neither its name nor its object.
-"""
+"""Sharded parameters are replaced, swapped, shared or freed: what is there trains on, or errors."""
 
 from __future__ import annotations
 
@@ -12,12 +9,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import (
+    is_parametrized,
+    register_parametrization,
+    remove_parametrizations,
+)
 
 from conformance.ranks import RankContext
 from fsdp import fully_shard
 from fsdp.flat_parameter import FlatParameter
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
-from tests.fsdp.plain import batch, build, compare, train_plain, train_sharded
+from tests.fsdp.plain import Stack, batch, build, compare, train_plain, train_sharded
 from tests.fsdp.ranks import agreed, error_of, named_on_every_rank, on_ranks
 from tests.fsdp.test_training import shard_blocks
 from tests.fsdp.test_wrapper import agrees, wrapped
@@ -45,11 +47,247 @@ def stays(model: nn.Module) -> bool:
     """Whether every group finds its parameters where it has put them."""
     groups = groups_of(model)
     assert len(groups) == 3
-    return not any(group.options.exposure.changed(group.shard.plain) for group in groups)
+    return not any(group.options.exposure.changed(group.fsdp_params) for group in groups)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     return param.detach().to_local() if isinstance(param, DTensor) else param.data
+
+
+# Replaced
+
+
+def _half(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(param.detach() * 0.5)
+
+
+def _register(module: nn.Module) -> None:
+    new = _half(module.weight)
+    del module.weight
+    module.register_parameter("weight", new)
+
+
+REPLACING: dict[str, Callable[[nn.Module], object]] = {
+    "set": lambda module: setattr(module, "weight", _half(module.weight)),
+    "registered": _register,
+    "assigned": lambda module: module.load_state_dict(
+        {"weight": _half(module.weight)}, assign=True, strict=False
+    ),
+}
+
+
+def _inner(model: nn.Module) -> list[nn.Module]:
+    """Modules inside the root's unit and inside another one; none is a unit itself."""
+    return [model.out, model.blocks[0].down]
+
+
+def _replaces(context: RankContext, *, way: str) -> None:
+    """After steps, where the unit has shown its own again and again; optimizers are made anew."""
+    model, plain = made("fully"), build()
+    for _ in range(2):
+        train_sharded(model, context.rank)
+        train_plain(plain, context.world_size)
+        for module in (*_inner(model), *_inner(plain)):
+            REPLACING[way](module)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+    assert stays(model)
+
+
+@pytest.mark.parametrize("way", REPLACING)
+def test_what_has_replaced_a_parameter_between_steps_is_trained(way: str) -> None:
+    on_ranks(_replaces, 2, way=way)
+
+
+class Tied(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin = nn.Linear(10, 3, bias=False)
+        self.twin.weight = self.out.weight
+
+
+def _assigns(context: RankContext) -> None:
+    """A load replaces in one place after another."""
+    model = shard_blocks(build(Tied))
+    for _ in range(2):
+        state = {name: value * 0.5 for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert model.twin.weight is model.out.weight
+        torch.testing.assert_close(local_of(model.out.weight), local_of(state["out.weight"]))
+        train_sharded(model, context.rank)
+
+
+def test_what_a_load_assigns_stays_tied() -> None:
+    on_ranks(_assigns, 2)
+
+
+def _back(context: RankContext, *, face: str) -> None:
+    """As averages of weights are put in for an evaluation; the others' values wait in them."""
+    model = made(face)
+    train_sharded(model, context.rank)
+    places = [
+        (m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None
+    ]
+    with torch.no_grad():
+        expected = model(batch(0, 0))
+        _give_up(model)
+        before = [module._parameters[name] for module, name in places]
+        for module, name in places:
+            setattr(module, name, _half(module._parameters[name]))
+        halved = model(batch(0, 0))
+        _give_up(model)
+        for (module, name), param in zip(places, before, strict=True):
+            setattr(module, name, param)
+        torch.testing.assert_close(model(batch(0, 0)), expected, rtol=0, atol=0)
+    assert not torch.equal(halved, expected)
+
+
+def _give_up(model: nn.Module) -> None:
+    for group in groups_of(model):
+        group.to_sharded()
+
+
+@FACES
+def test_a_parameter_that_is_put_back_has_its_values(face: str) -> None:
+    on_ranks(_back, 2, face=face)
+
+
+def _freezes(context: RankContext) -> bool:
+    """The gradient goes to what is registered, which wants none."""
+    model = made("fully")
+    train_sharded(model, context.rank)
+    model.out.weight = nn.Parameter(model.out.weight.detach(), requires_grad=False)
+    model(batch(0, 0)).sum().backward()
+    return model.out.weight.grad is None and model.out.bias.grad is not None
+
+
+def test_a_replacement_that_is_frozen_gets_no_gradient() -> None:
+    assert agreed(_freezes, 2)
+
+
+def _plain_weight(model: nn.Module) -> None:
+    model.out.weight = nn.Parameter(torch.ones(3, 10))
+
+
+def _whole_then_plain(model: nn.Module) -> None:
+    """The root is whole after an evaluation, which users need not know."""
+    with torch.no_grad():
+        model(batch(0, 0))
+    _plain_weight(model)
+    model.reshard()
+
+
+def _before_backward(model: nn.Module, *, memory: bool) -> None:
+    loss = model(batch(0, 0)).sum()
+    if memory:
+        model.out.weight.data = torch.ones(3, 10)
+    else:
+        _plain_weight(model)
+    loss.backward()
+
+
+def _in_one_place(model: nn.Module) -> None:
+    model.twin.weight = _half(model.twin.weight)
+
+
+UNFIT: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "plain": (_plain_weight, "was replaced after sharding by Parameter; wanted a DTensor"),
+    "deleted": (lambda m: delattr(m.out, "weight"), "was replaced after sharding by NoneType"),
+    "none": (lambda m: setattr(m.out, "weight", None), "was replaced after sharding by NoneType"),
+    "parametrized": (
+        lambda m: register_parametrization(m.out, "weight", nn.Identity()),
+        "was replaced after sharding by NoneType",
+    ),
+    "whole": (_whole_then_plain, "was replaced after sharding by Parameter; wanted a DTensor"),
+    "leaf": (
+        lambda m: _before_backward(m, memory=False),
+        "or its memory, was replaced between forward and backward",
+    ),
+    "leaf_memory": (
+        lambda m: _before_backward(m, memory=True),
+        "or its memory, was replaced between forward and backward",
+    ),
+    "one_place": (_in_one_place, "was replaced after sharding in one of its places only"),
+}
+
+
+def _unfit(context: RankContext, *, way: str) -> list[str]:
+    """Nothing else has happened: what was there may be put back, and trains on."""
+    kind = Tied if way == "one_place" else Stack
+    model, plain = shard_blocks(build(kind)), build(kind)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    old, bias = model.out.weight, model.out.bias
+    error = error_of(lambda: (UNFIT[way][0](model), model(batch(0, 0))))
+    model.reset_iter_state()
+    model.reshard()
+    if is_parametrized(model.out):
+        remove_parametrizations(model.out, "weight", leave_parametrized=False)
+    model.out._parameters.clear()  # for the order
+    model.out.weight, model.out.bias = old, bias
+    if way == "one_place":
+        model.twin.weight = old
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+    return error
+
+
+@pytest.mark.parametrize("way", UNFIT)
+def test_a_replacement_that_does_not_fit_is_named_and_may_be_undone(way: str) -> None:
+    named_on_every_rank(on_ranks(_unfit, 2, way=way), ValueError, UNFIT[way][1])
+
+
+def _leaf(context: RankContext) -> None:
+    """As values that are changed in place are: the next gather brings those of the shard."""
+    model = made("fully")
+    train_sharded(model, context.rank)
+    with torch.no_grad():
+        expected = model(batch(0, 0))
+        model.out.weight.data = torch.ones(3, 10)
+        model.reshard()
+        torch.testing.assert_close(model(batch(0, 0)), expected, rtol=0, atol=0)
+
+
+def test_memory_of_a_whole_parameter_lasts_until_it_is_given_up() -> None:
+    on_ranks(_leaf, 2)
+
+
+def _functional(context: RankContext) -> None:
+    """It puts back what was registered, while the root stays whole."""
+    model, plain = made("fully"), build()
+
+    def loss(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        own = dict(module.named_parameters())
+        return torch.func.functional_call(module, own, (x,)).pow(2).mean()
+
+    train_sharded(model, context.rank, loss=loss)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_a_functional_call_with_its_own_parameters_trains() -> None:
+    on_ranks(_functional, 2)
+
+
+def _functional_whole(context: RankContext) -> None:
+    """The units reshard in their forwards, and then it puts back what was whole before."""
+    model, plain = shard_blocks(build(), reshard_after_forward=True), build()
+    for module in (model, *model.blocks):
+        module.unshard()
+    given = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+    with torch.no_grad():
+        torch.func.functional_call(model, given, (batch(0, 0),))
+        model(batch(0, 0))  # shows the sharded ones again
+        model.reshard()
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_a_functional_call_may_put_back_whole_parameters() -> None:
+    on_ranks(_functional_whole, 2)
 
 
 # Swapped
@@ -81,7 +319,7 @@ def test_what_was_swapped_into_a_parameter_is_trained(face: str, *, once: bool) 
     on_ranks(_swapped, 2, face=face, once=once)
 
 
-def _inner(context: RankContext, *, face: str) -> None:
+def _converts(context: RankContext, *, face: str) -> None:
     """Of a module inside a unit, whose methods are torch's own."""
     model, plain = made(face), build()
     train_sharded(model, context.rank)
@@ -102,7 +340,7 @@ def _inner(context: RankContext, *, face: str) -> None:
 
 @pytest.mark.parametrize("face", ["fully", "original"])
 def test_a_conversion_of_a_module_inside_a_unit_is_seen(face: str) -> None:
-    on_ranks(_inner, 2, face=face)
+    on_ranks(_converts, 2, face=face)
 
 
 def _plain(context: RankContext) -> list[str]:
