@@ -285,11 +285,10 @@ class DTensorExposure:
         for param in params:
             shown, sharded = param.shown, param.sharded
             for module, name, plain in param.slots:
-                if _registered(module, name, plain) is not shown:
-                    continue
                 if plain:
-                    module._parameters[name] = sharded
-                else:
+                    if module._parameters.get(name) is shown:
+                        module._parameters[name] = sharded
+                elif getattr(module, name, None) is shown:
                     setattr(module, name, sharded)
 
     def show_whole(self, params: Sequence[DTensorParam]) -> None:
@@ -315,10 +314,12 @@ class DTensorExposure:
         for param in params:
             leaf, whole = param.unsharded, param.whole
             assert leaf is not None
-            found = [_registered(*slot) for slot in param.slots]
-            # The sharded one is there if ``functional_call`` has put it back.
-            ours = all(each is leaf or each is param.sharded for each in found)
-            if not ours or (whole is not None and leaf.data_ptr() != whole.data_ptr()):
+            ours = whole is None or leaf.data_ptr() == whole.data_ptr()
+            for module, name, plain in param.slots:
+                found = module._parameters.get(name) if plain else getattr(module, name, None)
+                # The sharded one is there if ``functional_call`` has put it back.
+                ours = ours and (found is leaf or found is param.sharded)
+            if not ours:
                 raise ValueError(
                     f"parameter '{param.name}', or its memory, was replaced between forward and "
                     "backward while it was whole. Call reshard() first, or replace it after "
