@@ -262,7 +262,9 @@ class DTensorExposure:
         if found is not param.sharded:
             _detach(param)
             param.sharded = cast("nn.Parameter", found)
-        param.install(param.sharded)  # also where a load has replaced it in one place after another
+        # A load replaces it in one place after another.
+        if any(_registered(*slot) is not param.sharded for slot in param.slots):
+            param.install(param.sharded)
         if extends(local_tensor(found)):
             param.address = None
         _guard(param)
