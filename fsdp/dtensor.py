@@ -21,7 +21,7 @@ from fsdp.engine.extension import extends
 from fsdp.engine.layout import Extent, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
-from fsdp.engine.param import FSDPParam, ParamModuleInfo, uid_of
+from fsdp.engine.param import WHOLE, FSDPParam, ParamModuleInfo, install_all, uid_of
 from fsdp.engine.sharing import is_refused, let_sharing_be_refused
 from fsdp.engine.torch_private import (
     DTensorSpec,
@@ -295,14 +295,10 @@ class DTensorExposure:
 
     def show_whole(self, params: Sequence[DTensorParam]) -> None:
         """Register the leaves; one that was given other memory is over that of its group again."""
+        install_all(params, map(WHOLE, params))
         for param in params:
             leaf, whole = param.unsharded, param.whole
             assert leaf is not None
-            for module, name, plain in param.slots:
-                if plain:
-                    module._parameters[name] = leaf
-                else:
-                    setattr(module, name, leaf)
             param.shown = leaf
             if whole is not None and leaf.data_ptr() != whole.data_ptr():
                 leaf.data = whole
