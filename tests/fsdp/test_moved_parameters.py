@@ -28,6 +28,12 @@ FACES = pytest.mark.parametrize("face", ["fully", "flat", "original"])
 WRAPPERS = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 
 
+def both_train(context: RankContext, model: nn.Module, plain: nn.Module) -> None:
+    """The model on the batches of this rank, the plain one on those of all."""
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+
+
 def made(face: str) -> nn.Module:
     return shard_blocks(build()) if face == "fully" else wrapped(use_orig_params=face == "original")
 
@@ -85,12 +91,10 @@ def _replaces(context: RankContext, *, way: str) -> None:
     """After steps, where the unit has shown its own again and again; optimizers are made anew."""
     model, plain = made("fully"), build()
     for _ in range(2):
-        train_sharded(model, context.rank)
-        train_plain(plain, context.world_size)
+        both_train(context, model, plain)
         for module in (*_inner(model), *_inner(plain)):
             REPLACING[way](module)
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     compare(model, plain)
     assert stays(model)
 
@@ -216,8 +220,7 @@ def _unfit(context: RankContext, *, way: str) -> list[str]:
     """Nothing else has happened: what was there may be put back, and trains on."""
     kind = Tied if way == "one_place" else Stack
     model, plain = shard_blocks(build(kind)), build(kind)
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     old, bias = model.out.weight, model.out.bias
     error = error_of(lambda: (UNFIT[way][0](model), model(batch(0, 0))))
     model.reset_iter_state()
@@ -228,8 +231,7 @@ def _unfit(context: RankContext, *, way: str) -> list[str]:
     model.out.weight, model.out.bias = old, bias
     if way == "one_place":
         model.twin.weight = old
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     compare(model, plain)
     return error
 
@@ -281,8 +283,7 @@ def _functional_whole(context: RankContext) -> None:
         torch.func.functional_call(model, given, (batch(0, 0),))
         model(batch(0, 0))  # shows the sharded ones again
         model.reshard()
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     compare(model, plain)
 
 
@@ -298,15 +299,13 @@ def _swapped(context: RankContext, *, face: str, once: bool) -> None:
     model, plain = made(face), build()
     for _ in range(2):
         if once:
-            train_sharded(model, context.rank)
-            train_plain(plain, context.world_size)
+            both_train(context, model, plain)
         for param in model.parameters():
             torch.utils.swap_tensors(param, nn.Parameter(param.detach() * 0.5))
         with torch.no_grad():
             for param in plain.parameters():
                 param.mul_(0.5)
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     equal(model, plain)
     assert stays(model)
     assert face != "flat" or all(isinstance(p, FlatParameter) for p in model.parameters())
@@ -322,8 +321,7 @@ def test_what_was_swapped_into_a_parameter_is_trained(face: str, *, once: bool) 
 def _converts(context: RankContext, *, face: str) -> None:
     """Of a module inside a unit, whose methods are torch's own."""
     model, plain = made(face), build()
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     inner = model.module.out if isinstance(model, FSDP) else model.out
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -333,8 +331,7 @@ def _converts(context: RankContext, *, face: str) -> None:
     with torch.no_grad():
         for param in plain.out.parameters():
             param.mul_(0.5)
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     equal(model, plain)
 
 
@@ -366,8 +363,7 @@ def _shares(context: RankContext, *, original: bool) -> None:
     for _ in range(2):
         model.share_memory()
         assert all(param.is_shared() for param in model.parameters())
-        train_sharded(model, context.rank)
-        train_plain(plain, context.world_size)
+        both_train(context, model, plain)
         assert all(param.is_shared() for param in model.parameters())
         assert stays(model)
     equal(model, plain)
@@ -408,14 +404,12 @@ def _swap_and_share(model: nn.Module) -> None:
 
 def _refuses(context: RankContext, *, way: str) -> list[str]:
     model, plain = made("fully"), build()
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     error = error_of(lambda: SHARING[way](model))
     assert not any(local_of(param).is_shared() for param in model.parameters())  # whole ones too
     assert not any(buffer.is_shared() for buffer in model.buffers())
     model.reshard()
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     compare(model, plain)
     return error
 
@@ -433,8 +427,7 @@ def test_a_module_of_dtensors_is_not_shared_and_says_so(way: str) -> None:
 def _freed(context: RankContext, *, face: str) -> list[str]:
     """The memory of one parameter is given back, and comes again with its values."""
     model, plain = made(face), build()
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     param = next(model.parameters())
     storage = local_of(param).untyped_storage()
     nbytes, kept = storage.nbytes(), torch.empty(0).set_(storage.clone())  # type: ignore[call-overload]
@@ -442,8 +435,7 @@ def _freed(context: RankContext, *, face: str) -> list[str]:
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
         torch.empty(0).set_(storage).copy_(kept)  # type: ignore[call-overload]
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
+    both_train(context, model, plain)
     equal(model, plain)
     assert stays(model)
     return error
