@@ -154,6 +154,13 @@ def _registered(module: nn.Module, name: str, plain: bool) -> torch.Tensor | Non
     return found
 
 
+def _kind(found: object) -> str:
+    if found is None:
+        return "nothing"
+    kind = type(found).__name__
+    return f"a plain {kind}" if isinstance(found, torch.Tensor) else f"a {kind}"
+
+
 def _check_places(params: Sequence[DTensorParam]) -> None:
     """Refuse what was replaced where it is registered first, or later, but not everywhere."""
     for param in params:
@@ -247,10 +254,9 @@ class DTensorExposure:
             found = param.sharded
         if not isinstance(found, DTensor) or not isinstance(found, nn.Parameter):
             raise ValueError(
-                f"parameter '{param.name}' was replaced after sharding by "
-                f"{type(found).__name__}; wanted a DTensor Parameter with placements "
-                f"{param.spec.placements}. Use distribute_tensor on the mesh, or replace it before "
-                "sharding."
+                f"parameter '{param.name}' was replaced after sharding by {_kind(found)}; wanted a "
+                f"Parameter that is a DTensor with placements {param.spec.placements}. Use "
+                "distribute_tensor on the mesh, or replace it before sharding."
             )
         spec = spec_of(found)
         if spec.placements != param.spec.placements or spec.shape != param.spec.shape:

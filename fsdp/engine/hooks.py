@@ -54,6 +54,7 @@ def install_state_dict_hooks(group: FSDPParamGroup) -> None:
 
     def before(*_args: Any, **_kwargs: Any) -> None:
         group.to_sharded()
+        group.follow()
 
     def after(*_args: Any) -> None:
         group.relink()

@@ -126,6 +126,11 @@ class FSDPParamGroup:
                 self.to_sharded()
             self._forget_plans()
 
+    def follow(self) -> None:
+        """Adopt what is registered on the modules now if it is not what was; see ``relink``."""
+        if self._exposure.changed(self.fsdp_params):
+            self.relink()
+
     def use_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in the dtypes of ``policy`` from the next gather on."""
         if policy == self.options.mp_policy:

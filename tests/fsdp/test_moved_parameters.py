@@ -196,14 +196,20 @@ def _in_one_place(model: nn.Module) -> None:
 
 
 UNFIT: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "plain": (_plain_weight, "was replaced after sharding by Parameter; wanted a DTensor"),
-    "deleted": (lambda m: delattr(m.out, "weight"), "was replaced after sharding by NoneType"),
-    "none": (lambda m: setattr(m.out, "weight", None), "was replaced after sharding by NoneType"),
+    "plain": (_plain_weight, "was replaced after sharding by a plain Parameter; wanted"),
+    "deleted": (
+        lambda m: delattr(m.out, "weight"),
+        "was replaced after sharding by nothing; wanted",
+    ),
+    "none": (
+        lambda m: setattr(m.out, "weight", None),
+        "was replaced after sharding by nothing; wanted",
+    ),
     "parametrized": (
         lambda m: register_parametrization(m.out, "weight", nn.Identity()),
-        "was replaced after sharding by NoneType",
+        "was replaced after sharding by nothing; wanted",
     ),
-    "whole": (_whole_then_plain, "was replaced after sharding by Parameter; wanted a DTensor"),
+    "whole": (_whole_then_plain, "was replaced after sharding by a plain Parameter; wanted"),
     "leaf": (
         lambda m: _before_backward(m, memory=False),
         "or its memory, was replaced between forward and backward",
@@ -215,14 +221,24 @@ UNFIT: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "one_place": (_in_one_place, "was replaced after sharding in one of its places only"),
 }
 
+NEXT: dict[str, Callable[[nn.Module, dict[str, Any]], object]] = {
+    "trained": lambda model, _: model(batch(0, 0)),
+    "saved": lambda model, _: model.state_dict(),
+    "unit_saved": lambda model, _: model.out.state_dict(),
+    "loaded": lambda model, state: model.load_state_dict(state),
+    "assigned": lambda model, state: model.load_state_dict(state, assign=True),
+}
 
-def _unfit(context: RankContext, *, way: str) -> list[str]:
+
+def _unfit(context: RankContext, *, way: str, then: str) -> list[str]:
     """Nothing else has happened: what was there may be put back, and trains on."""
     kind = Tied if way == "one_place" else Stack
     model, plain = shard_blocks(build(kind)), build(kind)
     both_train(context, model, plain)
     old, bias = model.out.weight, model.out.bias
-    error = error_of(lambda: (UNFIT[way][0](model), model(batch(0, 0))))
+    # Without the root's buffer, which torch loads before it looks at what the root has inside.
+    state = {name: value * 0.5 for name, value in model.state_dict().items() if name != "scale"}
+    error = error_of(lambda: (UNFIT[way][0](model), NEXT[then](model, state)))
     model.reset_iter_state()
     model.reshard()
     if is_parametrized(model.out):
@@ -236,9 +252,28 @@ def _unfit(context: RankContext, *, way: str) -> list[str]:
     return error
 
 
+@pytest.mark.parametrize("then", NEXT)
 @pytest.mark.parametrize("way", UNFIT)
-def test_a_replacement_that_does_not_fit_is_named_and_may_be_undone(way: str) -> None:
-    named_on_every_rank(on_ranks(_unfit, 2, way=way), ValueError, UNFIT[way][1])
+def test_a_replacement_that_does_not_fit_is_named_and_may_be_undone(way: str, then: str) -> None:
+    named_on_every_rank(on_ranks(_unfit, 2, way=way, then=then), ValueError, UNFIT[way][1])
+
+
+def _saves(context: RankContext) -> None:
+    """What fits is saved before any gather has adopted it, and is what trains on."""
+    model, plain = made("fully"), build()
+    both_train(context, model, plain)
+    for module in (*_inner(model), *_inner(plain)):
+        REPLACING["set"](module)
+    state = model.state_dict()
+    for name, param in model.named_parameters():
+        assert local_of(state[name]).data_ptr() == local_of(param).data_ptr(), name
+    assert stays(model)
+    both_train(context, model, plain)
+    compare(model, plain)
+
+
+def test_a_replacement_that_fits_is_saved() -> None:
+    on_ranks(_saves, 2)
 
 
 def _leaf(context: RankContext) -> None:
