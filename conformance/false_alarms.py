@@ -1,9 +1,10 @@
 """False alarms: wrappers that are right, judged again and again; every finding against one counts.
 
 Runs the reference, the baseline wrapper and the odd wrappers over many seeds, and the reference's
-options in a table in which every two of them meet. What is done is written to a file as it is done,
-so a second call goes on from there. An alarm is a fault of the suite, of the wrapper, or of the
-tolerance that was measured; it is printed with the line that repeats it.
+options in a table in which every two of them meet. Seeds are shared out among processes where there
+are cores for several. What is done is written to a file as it is done, so a second call goes on
+from there. An alarm is a fault of the suite, of the wrapper, or of the tolerance that was measured;
+it is printed with the line that repeats it.
 
 `python -m conformance.false_alarms` runs it; status 0 without alarms, 1 with one, 2 if there was
 not enough time for all of it.
@@ -12,6 +13,9 @@ not enough time for all of it.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -33,6 +37,7 @@ from conformance.machine import CPU, default_jobs
 from conformance.matrix import Matrix
 from conformance.names import Depth
 from conformance.plan import plan, select_checks, select_models
+from conformance.ranks.orphans import die_with_parent
 from conformance.report.repeated import Done, line_of, page, recorded
 from conformance.room import temporary_folder, told
 from conformance.session import Session, Setting
@@ -53,6 +58,8 @@ ALARM = BAD | {Verdict.ERROR}
 REFERENCE = ("fsdp.fully_shard", "fsdp.FullyShardedDataParallel")
 OPTIONS = "conformance.adapters.fsdp_wrapper:PairsAdapter"
 PLAIN_MODELS = ("mlp", "transformer")
+JOBS_OF_ONE = 4
+"""Cases at once in one process: what it can judge, one after another, while their ranks work."""
 RECORD = "runs.jsonl"
 PAGE = "false-alarms.md"
 
@@ -133,7 +140,7 @@ def blocks(seeds: int, seeds_elsewhere: int) -> tuple[Block, ...]:
 
 
 def planned_runs(chosen: Iterable[Block], patterns: Sequence[str]) -> list[Planned]:
-    """The runs of `chosen`, in order of world and seed, so that these share oracles and ranks.
+    """The runs of `chosen`, those of one world and seed together, which share oracles and ranks.
 
     Raises:
         UsageError: one of `patterns` matches no adapter.
@@ -156,7 +163,8 @@ def planned_runs(chosen: Iterable[Block], patterns: Sequence[str]) -> list[Plann
 
 
 def _together(run: Planned) -> tuple[int, int]:
-    return run.block.world, run.seed
+    """Groups with most to do come first: none is to be waited for alone."""
+    return -run.block.world, run.seed
 
 
 def judged(runs: Sequence[Planned], *, jobs: int, until: float) -> Iterator[Done]:
@@ -164,14 +172,16 @@ def judged(runs: Sequence[Planned], *, jobs: int, until: float) -> Iterator[Done
 
     Runs of one world and seed share one session: its ranks, and the oracle's histories.
     """
-    for (world, seed), group in groupby(runs, key=_together):
+    for _, group in groupby(runs, key=_together):
         if time.monotonic() >= until:
             return
+        first, *others = group
         with temporary_folder() as folder:
-            setting = Setting(world=world, device=CPU, seed=seed, directory=folder)
-            count = jobs or default_jobs(world, CPU)
-            with Session(setting, jobs=count) as session, ThreadPoolExecutor(count) as threads:
-                for run in group:
+            setting = Setting(
+                world=first.block.world, device=CPU, seed=first.seed, directory=folder
+            )
+            with Session(setting, jobs=jobs) as session, ThreadPoolExecutor(jobs) as threads:
+                for run in (first, *others):
                     if time.monotonic() >= until:
                         return
                     yield _judged(run, session, threads)
@@ -246,13 +256,50 @@ def _kept(runs: Sequence[Planned], out: Path, *, jobs: int, until: float) -> lis
     staged.write_text("".join(line_of(run) for run in done.values()), encoding="utf-8")
     staged.replace(path)  # half a line of a run that was cut off is gone
     todo = [run for run in runs if run.key not in done]
+    count = jobs or default_jobs(max((run.block.world for run in todo), default=1), CPU)
+    if count < 2 * JOBS_OF_ONE:
+        _record(todo, path, jobs=count, until=until)
+    else:
+        _share_out(todo, path, processes=count // JOBS_OF_ONE, until=until)
+    done = recorded(path)
+    return [done[run.key] for run in runs if run.key in done]
+
+
+def _record(runs: Sequence[Planned], path: Path, *, jobs: int, until: float) -> None:
+    """Judge the runs and add each to the record, to which others may be adding."""
     with path.open("a", encoding="utf-8") as record:
-        for finished in judged(todo, jobs=jobs, until=until):
+        for finished in judged(runs, jobs=jobs, until=until):
             record.write(line_of(finished))
             record.flush()
-            done[finished.key] = finished
             _show(finished)
-    return [done[run.key] for run in runs if run.key in done]
+
+
+def _share_out(runs: Sequence[Planned], path: Path, *, processes: int, until: float) -> None:
+    """The same in several processes, one for each group of runs: in one, judging takes turns.
+
+    What a process fails at is not done, and stands on the standard error.
+    """
+    spawn = multiprocessing.get_context("spawn")  # sessions have threads, which are not forked
+
+    def judge_apart(group: list[Planned]) -> None:
+        if time.monotonic() >= until:
+            return
+        apart = spawn.Process(target=_record_apart, args=(group, path, until, os.getpid()))
+        apart.start()
+        apart.join()
+
+    groups = [list(group) for _, group in groupby(runs, key=_together)]
+    with ThreadPoolExecutor(processes) as threads:
+        list(threads.map(judge_apart, groups))
+
+
+def _record_apart(runs: Sequence[Planned], path: Path, until: float, parent: int) -> None:
+    """Record the runs, and end with `parent`, which tells why."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it goes to the whole group
+    sys.__stderr__ = None  # type: ignore[misc]
+    with leaving_on_signals():
+        die_with_parent(parent, signal.SIGTERM)
+        _record(runs, path, jobs=JOBS_OF_ONE, until=until)
 
 
 def _show(run: Done) -> None:

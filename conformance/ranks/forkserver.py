@@ -8,7 +8,6 @@ its own interpreter; ends, with all ranks, when the controller is gone. Must not
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -21,14 +20,19 @@ import socket
 import sys
 from typing import Any
 
-from conformance.ranks.orphans import adopt_orphans, children, end_children, kill_strangers
+from conformance.ranks.orphans import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    end_children,
+    kill_strangers,
+)
 from conformance.ranks.setup import STACK_SIGNAL, RankSetup
 from conformance.ranks.wire import WireError, receive, send
 
 __all__ = ["main"]
 
 _PARENT_CHECK_MS = 1000
-_PR_SET_PDEATHSIG = 1
 _LAST_WORDS = 4.0
 """Seconds; less than the controller waits for this process to end in order."""
 
@@ -168,7 +172,7 @@ class _Server:
 
     def _become_rank(self, setup: RankSetup, fd: int, server: int) -> None:
         os.setsid()
-        _die_with_parent(server)
+        die_with_parent(server)
         adopt_orphans()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -207,14 +211,6 @@ def _kill_group(pid: int, number: int) -> None:
     except (ProcessLookupError, PermissionError):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)  # it has not come to its setsid yet
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the forkserver dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
-        os._exit(0)
 
 
 def _redirect(output: str) -> None:

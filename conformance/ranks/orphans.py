@@ -2,8 +2,9 @@
 
 On Linux a process can have the orphans below it given to itself instead of to the init process.
 Each rank does that, so that they count as its children while it lives, and the forkserver does, so
-that it gets, and ends, what a dead rank leaves. Elsewhere nothing is found: a process group is then
-all that ends with its rank. Knows process ids; must not know ranks or jobs.
+that it gets, and ends, what a dead rank leaves. A process can also be sent a signal when its parent
+ends. Elsewhere nothing is found: a process group is then all that ends with its rank. Knows process
+ids; must not know ranks or jobs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 import time
 from collections.abc import Collection
 
-__all__ = ["adopt_orphans", "children", "end_children", "kill_strangers"]
+__all__ = ["adopt_orphans", "children", "die_with_parent", "end_children", "kill_strangers"]
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _THREADS = "/proc/self/task"
 _TICK = 0.01
@@ -27,6 +29,14 @@ def adopt_orphans() -> None:
     """Make this process the parent of every orphan below it; not inherited by its children."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send `number` to this process when the one with the id `parent` ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
+    if os.getppid() != parent:  # it ended before that
+        os._exit(0)
 
 
 def children() -> tuple[int, ...]:

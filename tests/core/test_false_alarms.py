@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +22,9 @@ from conformance.false_alarms import Planned, blocks, main, planned_runs
 from conformance.report.repeated import Done, page, recorded
 
 RIGHT = 3 + len(ODD)
+PATIENCE = 120.0
+SHARED_OUT = ("--jobs", "8", "--seeds", "2", "--block", "core", "--adapter", "torch.*")
+"""Two runs in two processes."""
 
 
 def done_of(run: Planned, **more: object) -> Done:
@@ -68,7 +77,7 @@ def test_all_rows_of_options_run_at_two_ranks_and_a_third_of_them_at_four() -> N
 
 def test_what_shares_a_seed_and_a_world_comes_together() -> None:
     runs = planned_runs(blocks(3, 2), ())
-    places = [(run.block.world, run.seed) for run in runs]
+    places = [(-run.block.world, run.seed) for run in runs]
     assert places == sorted(places)
 
 
@@ -122,3 +131,54 @@ def test_a_record_is_lines_of_plain_json(told: list[str], tmp_path: Path) -> Non
     main(["--out", str(tmp_path), "--seeds", "1", "--block", "core", "--adapter", "fsdp.*"])
     lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [line["key"] for line in lines] == told
+
+
+@pytest.mark.long
+def test_runs_that_are_shared_out_are_all_recorded(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance.false_alarms", "--out", str(tmp_path), *SHARED_OUT],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("2 runs, ")
+    assert {run.seed for run in recorded(tmp_path / "runs.jsonl").values()} == {0, 1}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="who outlives a parent is found on Linux only")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_that_share_the_runs_end_with_the_command(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "conformance.false_alarms", "--out", str(tmp_path), *SHARED_OUT],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        _wait_until(lambda: len(list(folder.glob("ranks-*"))) == 2)
+        process.send_signal(number)
+        written = process.communicate(timeout=PATIENCE)[1]
+    told = "fsdp-conformance: ended by SIGTERM\n" if number == signal.SIGTERM else ""
+    assert (process.returncode in (128 + number, -number), written) == (True, told)
+    _wait_until(lambda: not list(folder.glob("ranks-*")) and not list(folder.glob("fsdp-*")))
+    _wait_until(lambda: not _processes_with(f"TMPDIR={folder}"))
+
+
+def _wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.1)
+
+
+def _processes_with(setting: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] if setting in path.read_text().split("\0") else []
+    return found
