@@ -39,6 +39,7 @@ from fsdp.engine.mesh import (
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.param import find_owners
 from fsdp.engine.param_group import FSDPParamGroup
+from fsdp.engine.sharing import let_sharing_be_refused
 from fsdp.engine.state import Wording
 from fsdp.engine.unit import FSDPState, state_of
 from fsdp.module import fsdp_class
@@ -181,6 +182,7 @@ def _install(state: FSDPState, managed: Sequence[nn.Module]) -> None:
         each._is_fsdp_managed_module = True  # type: ignore[assignment]
         each._fsdp_use_orig_params = True  # type: ignore[assignment]
         _units[each] = ref(state)
+        let_sharing_be_refused(each)
     for each in state.modules:
         each.__class__ = fsdp_class(type(each))
 

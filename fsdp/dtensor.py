@@ -20,9 +20,8 @@ from fsdp.engine.exposure import CutShard
 from fsdp.engine.extension import extends
 from fsdp.engine.layout import Extent, side_by_side
 from fsdp.engine.mesh import DataParallelMeshInfo
-from fsdp.engine.optimizer_guard import refuse_in_optimizers
+from fsdp.engine.optimizer_guard import is_looked_at, refuse_in_optimizers
 from fsdp.engine.param import WHOLE, FSDPParam, ParamModuleInfo, install_all, uid_of
-from fsdp.engine.sharing import is_refused, let_sharing_be_refused
 from fsdp.engine.torch_private import (
     DTensorSpec,
     dtensor_of,
@@ -48,7 +47,7 @@ class DTensorParam(FSDPParam):
         whole_spec: the same of the whole parameter under tensor parallelism; None: a plain tensor.
         data_parallel_dims: dims of the parameter's mesh over which this package reduces.
         address: of the memory in the shard to which ``sharded`` was last bound; None: it has memory
-            of its own, for an extension.
+            of its own, for an extension, or none, as a fake tensor.
         shown: what was registered in its place when it was last gathered.
         whole: the memory of ``unsharded``; None: that of a tensor subclass.
     """
@@ -141,9 +140,8 @@ def shard_parameter(
 
 def _guard(param: DTensorParam) -> None:
     """Let what cannot be done to the registered DTensor be refused. Idempotent."""
-    if not is_refused(param.sharded):
+    if not is_looked_at(param.sharded):
         expect_served(param.sharded, param.name)
-        let_sharing_be_refused(param.sharded, param.name)
 
 
 def _registered(module: nn.Module, name: str, plain: bool) -> torch.Tensor | None:  # noqa: FBT001
@@ -159,6 +157,22 @@ def _kind(found: object) -> str:
         return "nothing"
     kind = type(found).__name__
     return f"a plain {kind}" if isinstance(found, torch.Tensor) else f"a {kind}"
+
+
+def _cut_alike(one: DTensorSpec, other: DTensorSpec) -> bool:
+    """Whether the same elements lie in the same places; names of mesh dims do not matter."""
+    return (one.shape, one.placements) == (other.shape, other.placements) and (
+        one.mesh == other.mesh or _ranks(one) == _ranks(other)
+    )
+
+
+def _ranks(spec: DTensorSpec) -> tuple[object, ...]:
+    return spec.mesh.device_type, spec.mesh.mesh.tolist()
+
+
+def _shown(spec: DTensorSpec) -> str:
+    kind, ranks = _ranks(spec)
+    return f"shape {tuple(spec.shape)} and placements {spec.placements} over {kind} ranks {ranks}"
 
 
 def _check_places(params: Sequence[DTensorParam]) -> None:
@@ -210,7 +224,7 @@ class DTensorExposure:
         for param, piece in zip(params, pieces, strict=True):
             local = with_own_storage(piece)
             set_local_tensor(param.sharded, local)
-            param.address = local.data_ptr()
+            param.address = local.data_ptr() if type(local) is torch.Tensor else None
 
     def changed(self, params: Sequence[DTensorParam]) -> bool:
         """Whether a DTensor was replaced, or has other memory: it was swapped, or that was moved.
@@ -259,11 +273,10 @@ class DTensorExposure:
                 "distribute_tensor on the mesh, or replace it before sharding."
             )
         spec = spec_of(found)
-        if spec.placements != param.spec.placements or spec.shape != param.spec.shape:
+        if not _cut_alike(spec, param.spec):
             raise ValueError(
-                f"parameter '{param.name}' was replaced after sharding by "
-                f"one of shape {tuple(spec.shape)} and placements {spec.placements}; wanted "
-                f"{tuple(param.spec.shape)} and {param.spec.placements}"
+                f"parameter '{param.name}' was replaced after sharding by one of {_shown(spec)}; "
+                f"wanted {_shown(param.spec)}"
             )
         if found is not param.sharded:
             _detach(param)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import nn
 
 from fsdp.comm_settings import CommSettings
+from fsdp.dtensor import DTensorParam
 from fsdp.engine.hooks import wrap_method
-from fsdp.engine.sharing import refuse_to_share
+from fsdp.engine.sharing import WithoutSharing
 from fsdp.engine.unshard_handle import UnshardHandle, start_unshard
 from fsdp.pass_settings import PassSettings, states_of
 
@@ -80,20 +81,20 @@ class FSDPModule(PassSettings, CommSettings):
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for group in self._groups(recurse=True):
             group.reducer.drop_waiting()
-
-    def share_memory(self) -> NoReturn:
-        """Refuse: torch would look for the storage of a DTensor, which has none.
-
-        Raises:
-            NotImplementedError: always, before anything is shared.
-        """
-        refuse_to_share(f"module {type(self).__name__}")
+            for param in group.fsdp_params:
+                # While parameters are whole, those are registered and were zeroed above.
+                sharded = cast("DTensorParam", param).sharded
+                if set_to_none:
+                    sharded.grad = None
+                elif sharded.grad is not None:
+                    sharded.grad.zero_()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the sharded parameters, then bring them back into the shards."""
         for group in self._groups():
             group.to_sharded()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        with WithoutSharing(f"module {type(self).__name__}"):
+            result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in self._groups():
             group.relink()
         return result

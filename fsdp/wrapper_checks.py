@@ -64,7 +64,7 @@ class Arguments:
             warnings.warn(
                 f"FSDP will not all-gather parameters for containers that do not implement "
                 f"forward: {module}",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def settled(self, strategy: ShardingStrategy) -> Arguments:

@@ -125,14 +125,14 @@ def settle_strategy(asked: ShardingStrategy, mesh: DeviceMesh) -> ShardingStrate
                 "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
                 "`DistributedDataParallel` instead.",
                 FutureWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         return asked
     if world == 1 and not hybrid:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {asked} since the world size is 1.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
         return ShardingStrategy.NO_SHARD
     return asked
@@ -177,7 +177,7 @@ def warn_about_cpu(tensors: Sequence[torch.Tensor], device: torch.device) -> Non
             f"run on CPU. Pass `device_id` to move it to {device} first, or move the wrapped "
             "module yourself before training. `sync_module_states=True` needs it there.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
@@ -201,7 +201,7 @@ def _device_of_id(device_id: int | torch.device | None) -> torch.device | None:
             f"FSDP got the argument `device_id` {device}, which does not have an explicit index. "
             f"FSDP will use the current device {device.type}:{index}.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
         return torch.device(device.type, index)
     return device

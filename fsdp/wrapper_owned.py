@@ -47,7 +47,7 @@ def resolve_ignored(
         warnings.warn(
             "Trying to ignore the top-level module passed into the FSDP constructor itself will "
             "result in all parameters being ignored and is not well-supported",
-            stacklevel=4,
+            stacklevel=3,
         )
     below = {inner for each in modules for inner in _outside_units(each)}
     params |= {

@@ -109,7 +109,7 @@ def materialize(
                 warnings.warn(
                     "Unable to call `reset_parameters()` for module on meta device with error "
                     f"{error}. Please ensure that {type(module).__name__} implements it.",
-                    stacklevel=5,
+                    stacklevel=4,
                 )
                 raise
 

@@ -157,7 +157,10 @@ def _exchange(
     text = "\n".join(map(topic.compared, mine))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     sent = torch.tensor([digest, int(bool(told))], dtype=torch.int64, device=device)
-    reports = gather_now(sent, group).view(-1, 2).tolist()
+    gathered = gather_now(sent, group).view(-1, 2)
+    if type(gathered) is not torch.Tensor:  # a fake one: nothing was sent, or can be read
+        return dict(told)
+    reports = gathered.tolist()
     if all(report == [reports[0][0], 0] for report in reports):
         return {}
     everyone: list[tuple[list[str], dict[int, _Told]]] = [([], {})] * group.size()

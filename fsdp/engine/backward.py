@@ -111,5 +111,7 @@ def end_of_backward(root: FSDPState) -> None:
         for state in context.all_states:
             for group in state.groups:
                 group.finalize_backward()
+    elif root.comm().streams.blocks_host:
+        root.comm().finish_reductions()  # elsewhere each is handed over when it is launched
     context.post_backward_final_callback_queued = False
     context.backwards += 1

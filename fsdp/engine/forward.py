@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -66,6 +67,9 @@ def _begin_iteration(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args
     if context.iter_forward_root is not None:
         return args, kwargs
     context.iter_forward_root = state
+    context.thread = threading.get_ident()
+    if context.outdated:
+        context.give_up()
     logger.debug("FSDP::root_pre_forward")
     context.order_start = len(state.comm().post_forward_order)
     state.comm().wait_for_optimizer(context.post_optim_event)
@@ -88,7 +92,6 @@ def _heal(state: FSDPState) -> None:
     if context.iter_forward_root is not None:
         stale = stale or context.iter_forward_root is state or state.is_root is True
     if stale:
-        state.comm().finish_reductions()
         state.abandon_tree()
 
 

@@ -37,7 +37,7 @@ def wrap_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
         args, kwargs = pre_forward(state, module, args, kwargs)
         try:
             output = original(*args, **kwargs)
-        except Exception:
+        except BaseException:
             post_forward(state, module, args, None)
             raise
         return post_forward(state, module, args, output)

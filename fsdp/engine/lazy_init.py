@@ -139,5 +139,18 @@ def _description(states: list[FSDPState]) -> Iterator[str]:
             grad = "trainable" if trains else "frozen"
             yield (
                 f"'{param.fqn}' {tuple(param.shape)} {dtype} {grad} "
-                f"in group {number} '{group.module_fqn}'"
+                f"in group {number} '{group.module_fqn}'{_choices(param, group)}"
             )
+
+
+def _choices(param: FSDPParam, group: FSDPParamGroup) -> str:
+    """Return what else decides on collectives and their sizes, as far as it was chosen."""
+    chosen = [f"cut on dim {param.dim}"] if param.dim else []
+    if param.compute_dtype is not param.dtype:
+        chosen.append(f"computed in {param.compute_dtype}")
+    if param.reduce_dtype is not None:
+        chosen.append(f"reduced in {param.reduce_dtype}")
+    after = group.post_forward_mesh_info
+    if after is not group.mesh_info:
+        chosen.append("kept after forward" + (f" by {after.shard_size} ranks" if after else ""))
+    return "".join(f", {each}".replace("torch.", "") for each in chosen)

@@ -47,6 +47,13 @@ class _Mark:
         self.name = name
         self.look = look
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing of it goes into files, which must load where this package is not.
+
+        An empty set is what ``torch.load`` makes without trust in the file; None is no object.
+        """
+        return set, ()
+
 
 class _Guard:
     """The hooks on every optimizer's step, installed while marked parameters are alive."""
@@ -101,6 +108,11 @@ def look_at_optimizers(param: nn.Parameter, name: str, look: Look) -> None:
     _guard.watch(mark)
 
 
+def is_looked_at(param: torch.Tensor) -> bool:
+    """Whether ``look_at_optimizers`` was given ``param``, and no swap has undone it since."""
+    return isinstance(vars(param).get(_MARK), _Mark)
+
+
 def refuse_in_optimizers(param: nn.Parameter, name: str, reason: str) -> None:
     """Let an optimizer that holds ``param`` raise a ValueError at its first step."""
     look_at_optimizers(param, name, _refusal(reason))
@@ -127,8 +139,8 @@ def _check_optimizer(optimizer: Optimizer, *_args: Any) -> None:
         return
     names: dict[Look, dict[torch.Tensor, str]] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        mark: _Mark | None = getattr(param, _MARK, None)
-        if mark is not None:
+        mark = getattr(param, _MARK, None)
+        if isinstance(mark, _Mark):  # else it was loaded with the parameter
             names.setdefault(mark.look, {})[param] = mark.name
     for look, of_params in names.items():
         if isinstance(optimizer, SparseAdam):

@@ -81,17 +81,15 @@ class ReducePlan:
         # Where any element may be a border, the rows of a gradient say nothing.
         self._runs = [index for index, param in enumerate(params) if param.dim is None]
         self._plain = [param for param, _ in self._order] == list(range(len(params)))
-        self._rows = self._even_rows()
+        self._even = (
+            self._has_columns
+            and layout.total_numel <= collectives.LIGHT
+            and all(
+                cut.step * layout.world == cut.extent.dim for cut in layout.cuts if cut.extent.numel
+            )
+        )  # else gradients need padding, or there is time
         self._gaps: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._spare: dict[tuple[torch.dtype, torch.device], Packed] = {}
-
-    def _even_rows(self) -> list[tuple[int, int]] | None:
-        """Return (W, n) of each gradient and gap; None: they need padding, or there is time."""
-        cuts, world = self.layout.cuts, self.layout.world
-        even = all(cut.step * world == cut.extent.dim for cut in cuts if cut.extent.numel)
-        if not (self._has_columns and even and self.layout.total_numel <= collectives.LIGHT):
-            return None
-        return [(world, units // world) for _, units in self._order]
 
     # Memory
 
@@ -125,22 +123,21 @@ class ReducePlan:
         if not self._has_columns:
             self._pack_runs(gradients if self._plain else self._with_gaps(gradients), packed)
             return
-        if self._rows is None or gradients[0].dtype != packed.data.dtype:
+        if not self._even or gradients[0].dtype != packed.data.dtype:
             for index in self._runs:
                 gradients[index] = gradients[index].reshape(-1)
             chunk_cat(self._with_gaps(gradients), self.layout.world, packed.by_rank)
             return
         # Takes what it needs as arguments of the kernel; the other operator, which pads and casts,
         # copies a table of them to the device first, through page-locked memory.
-        torch.cat(self._by_rank(gradients, self._rows), dim=1, out=packed.by_rank)
+        torch.cat(self._by_rank(gradients), dim=1, out=packed.by_rank)
 
-    def _by_rank(
-        self, gradients: list[torch.Tensor], rows: Sequence[tuple[int, int]]
-    ) -> list[torch.Tensor]:
+    def _by_rank(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return every gradient and gap as (W, n)."""
-        shaped = zip(self._with_gaps(gradients), rows, strict=True)
-        # A view costs half of asking for one or, where that cannot be, a copy.
-        return [g.view(at) if g.is_contiguous() else g.reshape(at) for g, at in shaped]
+        ordered, world = self._with_gaps(gradients), self.layout.world
+        # A view costs half of asking for one or, where that cannot be, a copy; and a shape given
+        # as one tuple costs half as much again.
+        return [g.view(world, -1) if g.is_contiguous() else g.reshape(world, -1) for g in ordered]
 
     def _pack_runs(self, ordered: list[torch.Tensor], packed: Packed) -> None:
         """Lay gradients and gaps end to end; each has its own place, in its own shape."""

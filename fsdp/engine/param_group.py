@@ -64,6 +64,7 @@ class FSDPParamGroup:
         self._training_state = TrainingState.IDLE
         self._sharded_state = ShardedState.SHARDED
         self._ready = False
+        self._outdated = False  # whether an optimizer stepped while parameters were in use
         self._whole: WholeParams | None = None
         self._gathering: Gathering | ExtendedGathering | None = None
         self._kept: torch.Tensor | None = None  # what remains after forward on a smaller mesh
@@ -112,7 +113,7 @@ class FSDPParamGroup:
         if self._ready:
             return
         self.relink()
-        self.reducer.original_dtype = check_ready(self.fsdp_params, self.options, self.module_fqn)
+        check_ready(self.fsdp_params, self.options, self.module_fqn)
         self._ready = True
 
     def relink(self) -> None:
@@ -167,12 +168,17 @@ class FSDPParamGroup:
             phase: for whose sake it is gathered; default, the group's own state.
         """
         if self._gathering is not None:
-            return
+            backward = self._training_state is TrainingState.PRE_BACKWARD
+            # A part that was kept after forward is gathered, whatever has become of the shard.
+            if backward or self._kept is not None or not self._exposure.changed(self.fsdp_params):
+                return
+            self.relink()  # which drops it
         if self._sharded_state is ShardedState.UNSHARDED:
             if self._training_state is TrainingState.PRE_BACKWARD:
                 self._exposure.check_whole(self.fsdp_params)
-            return
-        # A part that was kept after forward is gathered, whatever has become of the shard.
+            if not self._outdated or self._training_state is not TrainingState.FORWARD:
+                return
+            self.to_sharded()
         if self._kept is None and self._exposure.changed(self.fsdp_params):
             self.relink()
         if self._sharded_state is ShardedState.KEPT:
@@ -262,6 +268,7 @@ class FSDPParamGroup:
         if self._sharded_state is ShardedState.SHARDED:
             return
         was = self._sharded_state
+        self._outdated = False
         self._enter_sharded(ShardedState.SHARDED)
         self._exposure.show_sharded(self.fsdp_params)
         self._kept = None
@@ -294,6 +301,9 @@ class FSDPParamGroup:
         if self._training_state is TrainingState.IDLE:
             self.drop_pending()
             self.to_sharded()
+        else:
+            # In use, or an interrupt has left it so; in any case until the next forward only.
+            self._outdated = True
 
     def _to_post_forward(self, info: DataParallelMeshInfo) -> None:
         """Keep this rank's part over the smaller mesh ``info`` and free the rest."""

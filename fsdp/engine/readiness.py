@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from fsdp.engine.group_options import GroupOptions
 from fsdp.engine.param import FSDPParam
 
 
-def check_ready(params: Sequence[FSDPParam], options: GroupOptions, group: str) -> torch.dtype:
-    """Choose the dtypes of ``params`` and return the original dtype of those that train.
+def check_ready(params: Sequence[FSDPParam], options: GroupOptions, group: str) -> None:
+    """Choose the dtypes of ``params``.
 
     Raises:
         RuntimeError: parameters on meta, or off the CPU although offloaded to it.
@@ -23,13 +21,20 @@ def check_ready(params: Sequence[FSDPParam], options: GroupOptions, group: str) 
     for param in params:
         param.choose_dtypes(options.mp_policy.param_dtype, options.mp_policy.reduce_dtype)
     found = zip(params, options.exposure.requires_grad(params), strict=True)
-    trainable = [param for param, trains in found if trains]
+    check_originals([param for param, trains in found if trains], group)
+
+
+def check_originals(trainable: Sequence[FSDPParam], group: str) -> None:
+    """Refuse parameters of several dtypes to be trained in one group.
+
+    Raises:
+        AssertionError: names the dtypes.
+    """
     originals = {param.dtype for param in trainable}
     if len(originals) > 1:
         raise AssertionError(
             f"FSDP expects uniform original parameter dtype but got {originals} in '{group}'"
         )
-    return (trainable or params)[0].dtype
 
 
 def _check_meta(params: Sequence[FSDPParam], options: GroupOptions) -> None:

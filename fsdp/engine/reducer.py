@@ -15,6 +15,7 @@ from fsdp.engine.group_options import GroupOptions, GroupSettings
 from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.packing import ReducePlan
 from fsdp.engine.param import FSDPParam
+from fsdp.engine.readiness import check_originals
 from fsdp.engine.reduction import ReduceSettings, Reduction, uniform_dtype
 from fsdp.engine.shard import ALIGN
 from fsdp.engine.streams import Streams
@@ -24,7 +25,6 @@ class Reducer:
     """The gradients of one group.
 
     Attributes:
-        original_dtype: dtype of the trainable parameters, which their gradients get.
         holds_back: whether gradients of earlier backward passes wait for a reduction.
     """
 
@@ -41,7 +41,6 @@ class Reducer:
         self._options = options
         self._settings = settings
         self._offloads = options.offload
-        self.original_dtype = params[0].dtype
         self.holds_back = False
         self._partial: torch.Tensor | None = None  # (S,), reduced over the shard group only
         self._offload_event: Any = None
@@ -156,11 +155,11 @@ class Reducer:
         wanted = self._params[indices[0]].reduce_dtype
         reduce_dtype = dtype if wanted is None or (own is not None and own.casts) else wanted
         return Reduction(
-            self._plan(indices),
+            self._plan(indices, name),
             gradients,
             reduce_dtype,
             UNDIVIDED if own is not None else self._division(reduce_dtype),
-            self._reduce_settings(),
+            self._reduce_settings(self._params[indices[0]].dtype),
             streams,
         )
 
@@ -195,10 +194,11 @@ class Reducer:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
-    def _plan(self, indices: tuple[int, ...]) -> ReducePlan:
+    def _plan(self, indices: tuple[int, ...], name: str) -> ReducePlan:
         plan = self._plans.get(indices)
         if plan is None:
             params = [self._params[index] for index in indices]
+            check_originals(params, name)  # some may have been frozen at first
             info = self._info
             extents = [param.extent for param in params]
             layout = self._options.lay_out(extents, info.shard_size, align=ALIGN)
@@ -219,8 +219,11 @@ class Reducer:
             )
         return division
 
-    def _reduce_settings(self) -> ReduceSettings:
-        """Return what holds for a reduction launched now; made again only if that has changed."""
+    def _reduce_settings(self, original_dtype: torch.dtype) -> ReduceSettings:
+        """Return what holds for a reduction launched now; made again only if that has changed.
+
+        ``original_dtype`` is that of the parameters, which their gradients get.
+        """
         settings = self._settings
         facts = (
             settings.reduce_scatter_group,
@@ -229,13 +232,13 @@ class Reducer:
             settings.all_reduce_hook,
             settings.all_reduce_hook_stream,
             settings.all_reduce_grads,
-            self.original_dtype,
+            original_dtype,
         )
         if self._made is None or self._made[0] != facts:
-            self._made = facts, self._make_reduce_settings()
+            self._made = facts, self._make_reduce_settings(original_dtype)
         return self._made[1]
 
-    def _make_reduce_settings(self) -> ReduceSettings:
+    def _make_reduce_settings(self, original_dtype: torch.dtype) -> ReduceSettings:
         info, settings = self._info, self._settings
         group = settings.reduce_scatter_group or info.shard_group
         own = settings.own_reduction
@@ -253,7 +256,7 @@ class Reducer:
             pin_memory=self._options.pin_memory,
             direct=self._hands_over_directly(),
             exposure=self._options.exposure,
-            original_dtype=self.original_dtype,
+            original_dtype=original_dtype,
         )
 
     def _hands_over_directly(self) -> bool:

@@ -159,6 +159,6 @@ def _same_memory(local: torch.Tensor, piece: torch.Tensor) -> bool:
         local.device == piece.device
         and local.dtype == piece.dtype
         and local.shape == piece.shape
-        and local.device.type != "meta"
+        and local.untyped_storage().device.type != "meta"  # nor is there memory behind fake tensors
         and local.data_ptr() == piece.data_ptr()
     )

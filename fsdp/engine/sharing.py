@@ -1,16 +1,20 @@
-"""Parameters that cannot be shared with other processes say so. Knows no sharding, no face."""
+"""Modules of sharded parameters cannot be shared with other processes, and say so. No face.
+
+Nothing of it is on the parameters themselves: what is set on a parameter is saved with it.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-_VERB = "share_memory_"
 
-
-def refuse_to_share(what: str) -> NoReturn:
+def _refuse(what: str) -> NoReturn:
     """Raise NotImplementedError: ``what`` cannot be shared."""
     raise NotImplementedError(
         f"{what} cannot be shared with other processes: its memory comes and goes, or is a part of "
@@ -18,15 +22,34 @@ def refuse_to_share(what: str) -> NoReturn:
     )
 
 
-def let_sharing_be_refused(param: torch.Tensor, name: str) -> None:
-    """Let ``param.share_memory_()`` raise; it is what sharing any module around it calls.
+def let_sharing_be_refused(module: nn.Module) -> None:
+    """Let ``module.share_memory()`` raise NotImplementedError before anything is shared.
 
-    On the object, as there is nothing else between the two: torch would crash on a DTensor, which
-    has no storage, and memory that was shared cannot be freed between passes.
+    Torch would crash on a DTensor, which has no storage, and memory that was shared cannot be freed
+    between passes.
     """
-    setattr(param, _VERB, functools.partial(refuse_to_share, f"parameter '{name}'"))
+    what = f"module {type(module).__name__}"
+    module.share_memory = functools.partial(_refuse, what)  # type: ignore[method-assign]
 
 
-def is_refused(param: torch.Tensor) -> bool:
-    """Whether ``let_sharing_be_refused`` was given ``param``, and no swap has undone it since."""
-    return _VERB in vars(param)
+class WithoutSharing(TorchFunctionMode):
+    """Inside, no tensor is shared: whoever shares a module around ``what`` comes to it by a call.
+
+    That is ``_apply`` with a function which may as well move or cast.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, unless it shares."""
+        if func is torch.Tensor.share_memory_:
+            _refuse(self._what)
+        return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -97,6 +98,8 @@ class FSDPStateContext:
         # The unit whose forward is the outermost now; not always the root of the tree, as when
         # only an encoder is evaluated.
         self.iter_forward_root: FSDPState | None = None
+        self.thread: int | None = None  # on which the last forward began
+        self.outdated = False  # whether an optimizer has stepped on another one since
         self.post_backward_final_callback_queued = False
         self.is_last_backward = True
         self.backwards = 0  # how many are over
@@ -107,10 +110,19 @@ class FSDPStateContext:
         """Let no unit keep what an optimizer has made old.
 
         Inside a backward nothing is given up: optimizers that step there step on what that backward
-        is through with, and the rest is still needed as forward had it.
+        is through with, and the rest is still needed as forward had it. After a step on another
+        thread than that of forward, which may be in the midst of anything, the next forward does.
         """
         if graph_task() != -1:
             return
+        if self.thread in (None, threading.get_ident()):
+            self.give_up()
+        else:
+            self.outdated = True
+
+    def give_up(self) -> None:
+        """Let no unit keep what was gathered before now."""
+        self.outdated = False
         for state in self.all_states:
             for group in state.groups:
                 group.after_step()

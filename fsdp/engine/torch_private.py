@@ -90,6 +90,8 @@ def all_gather(
 
     Both torch 2.11 and 2.13 have this method; the public function changed its name between them.
     """
+    if shard.is_complex():  # backends know pairs of real numbers only
+        output, shard = torch.view_as_real(output), torch.view_as_real(shard)
     work: dist.Work | None = group._allgather_base(output, shard, _GATHER[async_op])
     return work
 
@@ -117,6 +119,8 @@ def reduce_scatter(
     async_op: bool,
 ) -> dist.Work | None:
     """Reduce-scatter through the group itself, for the reason of ``all_gather``."""
+    if packed.is_complex():
+        output, packed = torch.view_as_real(output), torch.view_as_real(packed)
     options = _SCATTER.get((op, async_op)) if isinstance(op, dist.ReduceOp.RedOpType) else None
     if options is None:
         options = ReduceScatterOptions()

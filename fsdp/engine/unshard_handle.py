@@ -26,6 +26,8 @@ class PendingUnshard(UnshardHandle):
         groups, self._groups = self._groups, ()
         with without_gradients():
             for group in groups:
+                if group.pending:
+                    group.unshard()  # anew, if parameters were replaced meanwhile
                 group.wait_for_unshard()
 
 

@@ -35,9 +35,9 @@ def watch_inputs(
     autograd function, and in-place operations on it stay legal. The node hands gradients on as they
     are, where that of any other view would make views of them.
     """
-    if len(inputs) > 1:
+    tensor = inputs[0]
+    if len(inputs) > 1 or tensor.is_nested:  # which has no alias
         return list(_Watch.apply(callback, *inputs))  # type: ignore[no-untyped-call]
-    (tensor,) = inputs
     watched = tensor[...]
     hook_gradient(watched, functools.partial(_tell, callback))
     return [watched]

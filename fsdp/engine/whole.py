@@ -20,7 +20,6 @@ from fsdp.engine.mesh import DataParallelMeshInfo
 from fsdp.engine.optimizer_guard import refuse_in_optimizers
 from fsdp.engine.schedule import FSDPCommContext
 from fsdp.engine.shard import Shard
-from fsdp.engine.sharing import let_sharing_be_refused
 
 
 class WholeParams:
@@ -58,7 +57,6 @@ class WholeParams:
             # counters alone that autograd compares with those of saved tensors.
             param.unsharded = self._exposure.leaf(param, whole.data)
             refuse_in_optimizers(param.unsharded, param.name, "were whole when it was made")
-            let_sharing_be_refused(param.unsharded, param.name)
 
     def _plan_for(self, layout: Layout) -> GatherPlan:
         info, world = self._info, self._info.shard_size

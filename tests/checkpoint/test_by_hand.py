@@ -14,8 +14,9 @@ from torch import nn
 from conformance.ranks import RankContext
 from fsdp import checkpoint
 from fsdp.checkpoint.safe_file import Entry, SafeFile
+from fsdp.checkpoint.states import _entries
 from fsdp.checkpoint.wrapper_optimizers import _started
-from tests.fsdp.ranks import on_ranks
+from tests.fsdp.ranks import agreed, on_ranks
 
 
 @pytest.mark.parametrize("length", range(1, 9))
@@ -59,3 +60,17 @@ def test_what_cannot_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
     kept.param_groups[0]["made"] = lambda: 0
     with pytest.raises(TypeError, match="an optimizer or a module keeps cannot be pickled"):
         checkpoint.save(tmp_path / "saved", model, kept)
+
+
+def _entries_of_the_first(context: RankContext) -> list[Any]:
+    groups = [{"params": ["weight", "bias"], "lr": 0.5}]
+    state = {"state": {"weight": {"step": 1}, "bias": {}}, "param_groups": groups}
+    options, with_state = _entries(state if context.rank == 0 else {}, broadcast=True)
+    return [options, sorted(with_state)]
+
+
+def test_every_rank_hears_of_the_entries_that_the_first_one_has() -> None:
+    assert agreed(_entries_of_the_first, 2) == [
+        {"weight": {"lr": 0.5}, "bias": {"lr": 0.5}},
+        ["weight"],
+    ]

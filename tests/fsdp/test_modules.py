@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import types
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -15,15 +17,17 @@ from conformance.ranks import RankContext
 from fsdp import MixedPrecisionPolicy, fully_shard
 from tests.fsdp.plain import (
     DIM,
+    Residual,
     Stack,
     batch,
     build,
     compare,
+    loss_of,
     train_plain,
     train_sharded,
     whole,
 )
-from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.ranks import agreed, error_of, named_on_every_rank, on_ranks
 from tests.fsdp.test_state import Remembering
 from tests.fsdp.test_training import shard_blocks
 
@@ -71,6 +75,72 @@ def _mixed_compute_dtypes(context: RankContext, *, extended: bool) -> list[Any]:
 @pytest.mark.parametrize("extended", [False, True])
 def test_a_group_of_several_dtypes_computes_in_those_of_the_policy(*, extended: bool) -> None:
     assert agreed(_mixed_compute_dtypes, 2, extended=extended) == [["uint8"], "torch.float32"]
+
+
+class Adapted(nn.Module):
+    """Frozen parameters of two dtypes, of which the first is not that of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.5, dtype=torch.float64))
+        self.linear = nn.Linear(DIM, DIM)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale.sum().float()
+
+
+def _unfrozen_later(context: RankContext) -> list[str]:
+    plain, policy = build(Adapted), MixedPrecisionPolicy(param_dtype=torch.float32)
+    model = fully_shard(build(Adapted), mp_policy=policy)
+    with torch.no_grad():
+        model(batch(0, 0))
+    model.reshard()
+    model.linear.requires_grad_(True)
+    plain.linear.requires_grad_(True)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+    model.scale.requires_grad_(True)
+    return error_of(lambda: loss_of(model, batch(0, context.rank)).backward())
+
+
+def test_frozen_parameters_of_several_dtypes_may_be_unfrozen_if_those_are_of_one() -> None:
+    errors = on_ranks(_unfrozen_later, 2)
+    named_on_every_rank(errors, AssertionError, "FSDP expects uniform original parameter dtype")
+
+
+class Waves(nn.Module):
+    """Complex parameters beside a real one, and one whose rows no world divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.waves = nn.Linear(DIM, 5, dtype=torch.complex64)
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.waves(self.inp(x).to(torch.complex64)).abs() * self.scale.sum()
+
+
+def _complex(context: RankContext, *, sizes: tuple[int, ...], mixed: bool) -> None:
+    model, plain = build(Waves), build(Waves)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
+    if not mixed:
+        fully_shard(model.waves, mesh=mesh)
+    else:
+        for module in (model, plain):
+            module.inp.requires_grad_(False)
+    fully_shard(model, mesh=mesh)
+    train_sharded(model, context.rank, kind="sgd")
+    train_plain(plain, context.world_size, kind="sgd")
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "beside_real_ones"])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=str)
+def test_complex_parameters_are_trained(sizes: tuple[int, ...], *, mixed: bool) -> None:
+    on_ranks(_complex, 2, sizes=sizes, mixed=mixed)
 
 
 def _falls_back(context: RankContext) -> list[str]:
@@ -159,6 +229,43 @@ def _sequences(context: RankContext) -> None:
     train_sharded(model, context.rank)
     train_plain(plain, context.world_size)
     compare(model, plain)
+
+
+def _transformed(context: RankContext) -> None:
+    model, plain, x = shard_blocks(build()), build(), batch(0, context.rank)
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    got, want = (torch.func.grad(partial(loss_of, each))(x) for each in (model, plain))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    got, want = (torch.func.jvp(each, (x,), (batch(1, 0),)) for each in (model, plain))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    model.reshard()  # as after any forward that no backward has followed
+    train_sharded(model, context.rank)
+    train_plain(plain, context.world_size)
+    compare(model, plain)
+
+
+def test_a_forward_may_be_transformed_once_there_was_one() -> None:
+    on_ranks(_transformed, 2)
+
+
+def _nested(context: RankContext) -> None:
+    """Sequences of several lengths in one tensor, whose gradient comes to an end like any other."""
+
+    def loss(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return module(rows).values().pow(2).mean()
+
+    model, plain = (nn.Sequential(build(Residual), build(Residual)) for _ in range(2))
+    for module in (*model, model):
+        fully_shard(module)
+    train_sharded(model, context.rank, loss=loss)
+    train_plain(plain, context.world_size, loss=loss)
+    compare(model, plain)
+
+
+def test_nested_tensors_are_followed() -> None:
+    on_ranks(_nested, 2)
 
 
 def test_packed_sequences_are_followed() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import (
     is_parametrized,
     register_parametrization,
@@ -19,7 +20,7 @@ from conformance.ranks import RankContext
 from fsdp import fully_shard
 from fsdp.flat_parameter import FlatParameter
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
-from tests.fsdp.plain import Stack, batch, build, compare, train_plain, train_sharded
+from tests.fsdp.plain import Stack, batch, build, compare, train_plain, train_sharded, whole
 from tests.fsdp.ranks import agreed, error_of, named_on_every_rank, on_ranks
 from tests.fsdp.test_training import shard_blocks
 from tests.fsdp.test_wrapper import agrees, wrapped
@@ -71,6 +72,12 @@ def _register(module: nn.Module) -> None:
     new = _half(module.weight)
     del module.weight
     module.register_parameter("weight", new)
+
+
+def _move(module: nn.Module) -> None:
+    local = local_of(module.weight)
+    with torch.no_grad():
+        local.set_(local * 0.5)  # type: ignore[call-overload]
 
 
 REPLACING: dict[str, Callable[[nn.Module], object]] = {
@@ -155,6 +162,34 @@ def _give_up(model: nn.Module) -> None:
 @FACES
 def test_a_parameter_that_is_put_back_has_its_values(face: str) -> None:
     on_ranks(_back, 2, face=face)
+
+
+def _in_flight(context: RankContext, *, way: str, waits: bool) -> None:
+    """Of a gather that shows the values of before, nothing is seen."""
+    model, plain = made("fully"), build()
+    both_train(context, model, plain)
+    handles = [module.unshard(async_op=True) for module in (model, *model.blocks)]
+    for module in (*_inner(model), *_inner(plain)):
+        _move(module) if way == "moved" else REPLACING[way](module)
+    if waits:
+        for handle in handles:
+            handle.wait()
+        for name, param in plain.named_parameters():
+            found = whole(model.get_parameter(name).detach())
+            torch.testing.assert_close(found, param.detach(), rtol=2e-6, atol=2e-6)
+        for module in (model, *model.blocks):
+            module.reshard()
+    both_train(context, model, plain)
+    compare(model, plain)
+    assert stays(model)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("way", [*REPLACING, "moved"])
+def test_what_has_replaced_a_parameter_while_it_is_gathered_is_trained(
+    way: str, *, waits: bool
+) -> None:
+    on_ranks(_in_flight, 2, way=way, waits=waits)
 
 
 def _freezes(context: RankContext) -> bool:
@@ -385,6 +420,37 @@ def _plain(context: RankContext) -> list[str]:
     return error_of(lambda: model(batch(0, 0)))
 
 
+def _on_mesh(context: RankContext, *, ranks: list[int], names: tuple[str, ...]) -> list[str]:
+    model, plain = made("fully"), build()
+    both_train(context, model, plain)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    value = whole(model.out.weight.detach()) * 0.5
+    old, rows = model.out.weight, value.chunk(len(ranks))[ranks.index(context.rank)]
+    new = DTensor.from_local(rows, mesh, [Shard(0)], shape=value.shape, stride=value.stride())
+    model.out.weight = nn.Parameter(new)
+    error = error_of(lambda: model(batch(0, 0)))
+    if error[0]:
+        model.out.weight = old
+    else:
+        REPLACING["set"](plain.out)
+    model.reshard()
+    both_train(context, model, plain)
+    compare(model, plain)
+    return error
+
+
+def test_a_mesh_of_the_same_ranks_may_have_names() -> None:
+    assert agreed(_on_mesh, 2, ranks=[0, 1], names=("any",)) == ["", ""]
+
+
+def test_a_mesh_of_other_ranks_is_refused_by_name() -> None:
+    """Each rank would gather the rows of the others in its own order."""
+    errors = on_ranks(_on_mesh, 2, ranks=[1, 0], names=())
+    fragment = "'out.weight' was replaced after sharding by one of shape (3, 10) and placements "
+    named_on_every_rank(errors, ValueError, fragment)
+    named_on_every_rank(errors, ValueError, "over cpu ranks [1, 0]; wanted")
+
+
 def test_what_is_no_part_of_the_parameter_is_refused_by_name() -> None:
     errors = on_ranks(_plain, 2)
     named_on_every_rank(errors, ValueError, "parameter 'out.weight' was replaced after sharding")
@@ -414,7 +480,6 @@ SHARING: dict[str, Callable[[nn.Module], object]] = {
     "unit": lambda model: model.blocks[0].share_memory(),
     "around": lambda model: nn.Sequential(model).share_memory(),
     "inside": lambda model: model.out.share_memory(),
-    "parameter": lambda model: model.out.weight.share_memory_(),
     "whole": lambda model: _evaluate_and_share(model),
     "swapped": lambda model: _swap_and_share(model),
 }
@@ -428,7 +493,7 @@ def _evaluate_and_share(model: nn.Module) -> None:
 
 
 def _swap_and_share(model: nn.Module) -> None:
-    """A parameter that lost its attributes has them again as soon as the swap was seen."""
+    """What a parameter has lost by a swap is no reason to share it."""
     for param in model.parameters():
         torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
     with torch.no_grad():

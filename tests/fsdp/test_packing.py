@@ -184,7 +184,7 @@ def test_whole_parameters_are_copied_out_of_the_gathered_shards(
 def test_large_gradients_lie_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "LIGHT", 1)
     plan, *_ = _plans("even", 2, cut=True)
-    assert plan._rows is None
+    assert not plan._even
     gradients = _gradients("even", torch.float32, transposed=False)
     packed = plan.borrow(torch.float32, CPU)
     plan.pack(list(gradients), packed)
@@ -193,7 +193,7 @@ def test_large_gradients_lie_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cases_are_even_and_uneven() -> None:
     """There is another way for uneven cuts: the cases must be on both sides of that."""
-    fast = {name: _plans(name, 2, cut=True)[0]._rows is not None for name in SHAPES}
+    fast = {name: _plans(name, 2, cut=True)[0]._even for name in SHAPES}
     assert fast == {
         "even": True,
         "uneven": False,

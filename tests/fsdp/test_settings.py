@@ -269,6 +269,29 @@ def test_the_all_reduce_hook_sees_the_sum_before_it_is_divided() -> None:
     assert agreed(_hook_stream, 2) == [1, 1]
 
 
+def _hook_of_replicas(context: RankContext) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    plain = nn.Linear(DIM, DIM)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(DIM, DIM), mesh=mesh)
+    seen: list[torch.Tensor] = []
+    model.set_all_reduce_hook(lambda shard: seen.append(shard.clone()), stream=None)
+    model.set_gradient_divide_factor(4.0)
+    model.set_force_sum_reduction_for_comms(True)
+    loss_of(model, batch(0, context.rank)).backward()
+    for rank in range(context.world_size):
+        loss_of(plain, batch(0, rank)).backward()
+    start = fully_shard.state(model).groups[0].shard.layout.piece(0, 0).offset
+    summed = seen[0][start : start + plain.weight.numel()].view_as(plain.weight)
+    torch.testing.assert_close(summed, plain.weight.grad, rtol=1e-5, atol=1e-6)
+    return [len(seen), int(torch.allclose(summed / 4, model.weight.grad.to_local()))]
+
+
+def test_the_all_reduce_hook_sees_what_all_replicas_have_summed() -> None:
+    assert agreed(_hook_of_replicas, 2) == [1, 1]
+
+
 def _new_init(context: RankContext) -> list[bool]:
     cls = type(fully_shard(nn.Linear(2, 2)))
     with disable_fsdp_module_new_init():

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from conformance.ranks import RankContext
@@ -213,6 +215,38 @@ def test_a_model_of_fake_tensors_is_sharded_as_one_of_tensors() -> None:
     assert on_ranks(_fake, 2)[0] == wanted
 
 
+def _fake_steps(context: RankContext) -> list[Any]:
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    before = len(context.recorder.records)
+    torch.set_warn_always(True)  # of what fake tensors are asked: kept ranks may have been warned
+    try:
+        with warnings.catch_warnings(), FakeTensorMode():
+            warnings.simplefilter("error")
+            model = shard_blocks(build(), mesh=mesh)
+            optimizer = optimizer_of(model.parameters())
+            for _ in range(2):
+                loss_of(model, torch.randn(4, DIM)).backward()
+                shapes = {
+                    name: list(p.grad.to_local().shape) for name, p in model.named_parameters()
+                }
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        torch.set_warn_always(False)
+    assert len(context.recorder.records) == before, "something was sent"
+    after, plain = shard_blocks(build()), build()  # and nothing fake is left behind
+    train_sharded(after, context.rank)
+    train_plain(plain, context.world_size)
+    compare(after, plain)
+    return [shapes, {name: list(p.to_local().shape) for name, p in after.named_parameters()}]
+
+
+def test_a_model_of_fake_tensors_is_trained() -> None:
+    """Without values, which ranks can neither exchange nor compare."""
+    for shapes, wanted in on_ranks(_fake_steps, 2):
+        assert shapes == wanted
+
+
 def _saved_and_loaded(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
@@ -244,6 +278,38 @@ def _copied(context: RankContext, how: str) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_state_dict_can_be_saved_and_copied(world: int, how: str) -> None:
     on_ranks(_copied, world, how=how)
+
+
+OBJECTS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
+    "sharded": lambda model: dict(model.named_parameters()),
+    "whole": lambda model: (model.unshard(), dict(model.out.named_parameters()))[1],
+    "keep_vars": lambda model: model.state_dict(keep_vars=True),
+}
+
+
+def _objects(context: RankContext, *, what: str) -> None:
+    model = shard_blocks(build())
+    train_sharded(model, context.rank)
+    saved = OBJECTS[what](model)
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    assert get_unsafe_globals_in_checkpoint(file) == []
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert list(loaded) == list(saved)
+    for name, value in saved.items():
+        assert type(loaded[name]) is type(value)
+        torch.testing.assert_close(whole(loaded[name]), whole(value), rtol=0, atol=0)
+    with torch.no_grad():
+        loaded["out.weight" if what != "whole" else "weight"].zero_()  # memory of its own
+    # An optimizer takes them for what they are: tensors of nobody's.
+    optimizer_of([p for p in loaded.values() if isinstance(p, nn.Parameter)]).step()
+
+
+@pytest.mark.parametrize("what", OBJECTS)
+def test_parameters_themselves_can_be_saved_and_loaded_without_trust(what: str) -> None:
+    on_ranks(_objects, 2, what=what)
 
 
 def _checkpoint(context: RankContext) -> None:

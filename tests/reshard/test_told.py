@@ -1,8 +1,9 @@
-"""How a tensor is dealt out, by hand; what ranks tell of it; ranks that hold none of it."""
+"""How a tensor is dealt out, by hand; what ranks tell of it and of its state; where it goes."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 from conformance.ranks import RankContext
 from fsdp.reshard.boxes import Box, boxes_of
 from fsdp.reshard.dealt import Dealt, Ranks, by_dim, whole
+from fsdp.reshard.live import _Ends, reshard
 from fsdp.reshard.nested import Boxes
+from fsdp.reshard.optimizer import Saved
 from fsdp.reshard.pieces import pieces_of
-from fsdp.reshard.side import Told
+from fsdp.reshard.side import Local, Told
 from tests.fsdp.ranks import on_ranks
 
 
@@ -63,3 +66,45 @@ def _beside(context: RankContext) -> list[int]:
 
 def test_a_rank_beside_the_mesh_of_a_tensor_has_no_part_of_it() -> None:
     assert on_ranks(_beside, 2) == ([0, -1], [0, -1])
+
+
+def _trained(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_state_is_told_that_has_entries_of_one_sort_only() -> None:
+    model, optimizer = _trained(torch.optim.SGD, momentum=0.9)
+    states = Local(model, optimizer, [0]).told.states
+    buffers = {"momentum_buffer": torch.float32}
+    assert states == {each: Saved(elements=buffers, values={}) for each in ("weight", "bias")}
+    for param in model.parameters():
+        optimizer.state[param] = {"seen": 1}
+    states = Local(model, optimizer, [0]).told.states
+    assert states == {each: Saved(elements={}, values={"seen": 1}) for each in ("weight", "bias")}
+
+
+def test_what_is_told_of_a_step_count_stays_while_training_goes_on() -> None:
+    model, optimizer = _trained(torch.optim.Adam)
+    told = Local(model, optimizer, [0]).told
+    optimizer.step()
+    assert told.states["weight"].values["step"] == 1
+
+
+def test_a_target_is_filled_in_its_own_memory() -> None:
+    (source, _), (target, _) = (_trained(torch.optim.SGD) for _ in range(2))
+    opened: dict[str, int] = {}
+    usual = _Ends.open
+
+    def watched(ends: _Ends, number: int) -> Any:
+        (found,) = usual(ends, number)
+        opened[ends.names[number]] = found.data_ptr()
+        return [found]
+
+    with mock.patch.object(_Ends, "open", watched):
+        reshard(source, target)
+    assert opened == {name: param.data_ptr() for name, param in target.named_parameters()}

@@ -1,0 +1,64 @@
+"""A step while parameters are in use: by a forward that goes on, or one that was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conformance.ranks import RankContext
+from tests.fsdp.plain import batch, build, loss_of, optimizer_of, whole
+from tests.fsdp.ranks import on_ranks
+from tests.fsdp.test_training import shard_blocks
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _interrupt(*_args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _step_in_use(context: RankContext, where: str) -> None:
+    """The forward after the step has the new parameters, whole or not before."""
+    model, plain = shard_blocks(build()), build()
+    optimizer, plain_optimizer = optimizer_of(model.parameters()), optimizer_of(plain.parameters())
+    loss_of(model, batch(0, context.rank)).backward()
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+    if where == "inside":
+        with _hooked(model.blocks[1], lambda *_: (optimizer.step(), None)[-1]):
+            model(batch(1, context.rank))
+    else:
+        module = model.blocks[1].norm if where == "in a unit" else model.blocks[1]
+        with _hooked(module, _interrupt), pytest.raises(KeyboardInterrupt):
+            model(batch(1, context.rank))
+        optimizer.step()
+    optimizer.zero_grad()
+    plain_optimizer.step()
+    plain_optimizer.zero_grad()
+
+    loss, wanted = (loss_of(each, batch(2, context.rank)) for each in (model, plain))
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(2, rank)) / context.world_size).backward()
+    for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(got.grad), want.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("where", ["inside", "in a unit", "between units"])
+def test_the_forward_after_a_step_has_the_new_parameters(where: str) -> None:
+    on_ranks(_step_in_use, 2, where=where)
