@@ -96,7 +96,7 @@ class Conventions:
             if any(got is choice or (isinstance(got, str) and got == choice) for choice in choices):
                 continue
             if isinstance(got, str) and get_args(hint):
-                raise unknown(f"choice of Conventions.{name}", got, choices)
+                raise unknown("choice", got, choices, where=f"of Conventions.{name}")
             wanted = " or ".join(map(repr, choices))
             raise ValueError(f"Conventions: {name} must be {wanted}; got {got!r}")
 

@@ -43,6 +43,7 @@ class Cause(StrEnum):
     LOCAL_NORM = "local-norm"
     COUNTED_TWICE = "counted-twice"
     PADDING_COUNTED = "padding-counted"
+    OTHER_NORM = "other-norm"
     NOT_CLIPPED = "not-clipped"
     NOT_LOADED = "not-loaded"
     ALIASED = "aliased"
@@ -74,7 +75,7 @@ MEANING: dict[Cause, str] = {
     Cause.LAST_MICRO_BATCH_ONLY: "holds the last micro-batch only",
     Cause.UNEQUAL_WEIGHTS: "ranks or micro-batches do not all weigh the same",
     Cause.NOT_REDUCED: "this rank's own value, not reduced",
-    Cause.STALE: "the value of an earlier step",
+    Cause.STALE: "the value of an earlier step, or made from one",
     Cause.OFF_BY_ONE_SHARD: "rows shifted by one",
     Cause.CUT_FOR_OTHER_RANKS: "cut as for another number of ranks",
     Cause.PERMUTED: "right values in the wrong places",
@@ -100,6 +101,7 @@ MEANING: dict[Cause, str] = {
     Cause.LOCAL_NORM: "the norm of one rank's part only",
     Cause.COUNTED_TWICE: "parts counted more than once",
     Cause.PADDING_COUNTED: "elements of padding counted as if they were of a parameter",
+    Cause.OTHER_NORM: "the norm with another p",
     Cause.NOT_CLIPPED: "the norm is right but the gradients were not clipped",
     Cause.NOT_LOADED: "still the value from before the load",
     Cause.NOT_DROPPED: "gradients that were dropped are part of it",

@@ -15,7 +15,13 @@ class UsageError(ValueError):
 
 
 def unknown(
-    kind: str, got: str, known: Iterable[str], *, listed: str = "", patterns: bool = False
+    kind: str,
+    got: str,
+    known: Iterable[str],
+    *,
+    where: str = "",
+    listed: str = "",
+    patterns: bool = False,
 ) -> UsageError:
     """The error for a misspelt name: what was asked for, and what there is.
 
@@ -23,15 +29,17 @@ def unknown(
         kind: of thing, such as "check".
         got: the name.
         known: the names that there are. A short list is shown whole.
+        where: it was looked for, such as "of this adapter".
         listed: the name of the list that shows a long one.
         patterns: whether a pattern could have been given.
     """
     names = sorted(known)
-    every = ", ".join(names)
+    every = ("; " if any("," in name for name in names) else ", ").join(names)
     near = near_matches(got, names, patterns=patterns)
     hints = [offer(near)] if near else []
     if len(every) <= SHORT or not (near or listed):
         hints.append(f"known: {every}")
     elif listed:
         hints.append(f"all {len(names)}: fsdp-conformance list {listed}")
-    return UsageError(f"no {kind} {got!r}; {' '.join(hints)}")
+    place = f" {where}" if where else ""
+    return UsageError(f"no {kind} {got!r}{place}; {' '.join(hints)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from conformance.scenarios.run import Carrier, Writer
 
 STEPS_OF_A_SEED = 1000
 """More than any scenario asks for."""
+DRAWN_KEPT = 256
+"""Batches that the oracle keeps: those of one model, of a few kilobytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,20 +308,24 @@ def drawn_step(seed: int, step: int) -> int:
 def own_batches(
     request: OracleRequest, rank: int, device: torch.device, dtype: torch.dtype | None
 ) -> Callable[[int, int], models.Batch]:
-    """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype` if given.
+    """(step, micro-batch) to one rank's batch on `device`, floating parts in `dtype` if given."""
+    name = Case.parse(request.case).model
+    return lambda step, micro: drawn_batch(
+        name, rank, drawn_step(request.seed, step), micro, device, dtype
+    )
 
-    A batch is drawn once, however often it is asked for.
+
+@lru_cache(maxsize=DRAWN_KEPT)
+def drawn_batch(
+    name: str, rank: int, step: int, micro: int, device: torch.device, dtype: torch.dtype | None
+) -> models.Batch:
+    """A batch of a model case. All cases of a model train on the same ones, and none changes them.
+
+    Not for wrappers: one that changes a batch must not be seen in the next case.
     """
-    model = models.case(Case.parse(request.case).model)
-
-    @cache
-    def drawn(step: int, micro: int) -> models.Batch:
-        with torch.inference_mode(mode=False):  # else no later backward could use it
-            batch = model.batch(rank, drawn_step(request.seed, step), micro)
-            moved = models.move(batch, device)
-            return moved if dtype is None else cast_floating(moved, dtype)
-
-    return drawn
+    with torch.inference_mode(mode=False):  # else no later backward could use it
+        moved = models.move(models.case(name).batch(rank, step, micro), device)
+        return moved if dtype is None else cast_floating(moved, dtype)
 
 
 def virtual_batches(

@@ -112,12 +112,12 @@ def read_expectations(path: Path) -> Expectations:
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors mark their files
     except OSError as error:
-        raise UsageError(f"--expect {path}: {error.strerror or error}") from error
+        raise UsageError(f"--expect {str(path)!r}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         at = error.object[: error.start].count(b"\n") + 1
         raise UsageError(
-            f"--expect {path}:{at}: byte 0x{error.object[error.start]:02x} is not UTF-8 text;"
-            " a line is 'finding pattern: reason'"
+            f"--expect {str(path)!r}, line {at}: byte 0x{error.object[error.start]:02x} is not"
+            " UTF-8 text; a line is 'finding pattern: reason'"
         ) from error
     flaky = False
     lines: list[Expectation] = []
@@ -131,8 +131,8 @@ def read_expectations(path: Path) -> Expectations:
         pattern, colon, reason = line.partition(": ")
         if not colon or not reason.strip() or "@" not in pattern:
             raise UsageError(
-                f"--expect {path}:{number}: {line!r} is not 'finding pattern: reason', such as"
-                " 'clip.norm@torch.fully_shard/*: counts the tied weight twice'"
+                f"--expect {str(path)!r}, line {number}: {line!r} is not 'finding pattern: reason',"
+                " such as 'clip.norm@torch.fully_shard/*: counts the tied weight twice'"
             )
         lines.append(Expectation(pattern=pattern, reason=reason.strip(), flaky=flaky))
     return Expectations(lines)

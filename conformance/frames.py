@@ -15,8 +15,9 @@ _SCENARIOS = re.compile(r"/scenarios/[^/]+$")
 
 
 def first_line(text: str | None) -> str:
-    """The first line of a message, whole."""
-    return (text or "").strip().split("\n", 1)[0].strip()
+    """The first line of a message, whole; with the next one, if it only announces that."""
+    lines = [line.strip() for line in (text or "").strip().splitlines()] or [""]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def user_place(traceback: str) -> str:

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 SCHEMA_VERSION = 1
+NOT_FINITE = "not finite"
+"""Key of the object that stands in a line for a float which JSON has no number for."""
 
 Tree = dict[str, Any]  # key -> Tensor | JSON scalar | None
 
@@ -33,9 +35,15 @@ class NotObserved(LookupError):
     """
 
     def __init__(self, what: str, where: Mapping[str, Any]) -> None:
-        super().__init__(f"{what} {dict(where)} was not observed")
         self.what = what
         self.where = dict(where)
+        super().__init__(f"{self.named} was not observed")
+
+    @property
+    def named(self) -> str:
+        """What is lacking, in words: ``gradients at step 0``."""
+        at = ", ".join(f"{key} {value}" for key, value in self.where.items())
+        return f"{self.what} at {at}" if at else self.what
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +126,7 @@ class HistoryWriter:
 
     def collectives(self, records: Iterable[Any]) -> None:
         """Record the collectives that this rank issued, in order; dataclass instances."""
-        lines = (json.dumps({"kind": "collective", **vars(record)}) + "\n" for record in records)
+        lines = (_dumps({"kind": "collective", **vars(record)}) + "\n" for record in records)
         self._lines.writelines(lines)
         self._lines.flush()
 
@@ -132,10 +140,7 @@ class HistoryWriter:
             return {"json": value}
         # a number is there although the rank be killed; of a DTensor it might be a share
         if type(value) is Tensor and not value.dim() and not value.is_complex():
-            number: Any = value.item()
-            if isinstance(number, float) and not math.isfinite(number):
-                number = json.dumps(number)  # in words, which every reader of JSON takes
-            return {"json": number, "dtype": str(value.dtype).removeprefix("torch.")}
+            return {"json": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
         # one long tensor a dtype: safetensors takes tens of microseconds for each one that it
         # writes or reads, and a history has thousands of small ones
         dtype = str(value.dtype).removeprefix("torch.")
@@ -145,12 +150,37 @@ class HistoryWriter:
         return {"tensor": dtype, "offset": offset, "shape": list(value.shape)}
 
     def _line(self, content: Mapping[str, Any]) -> None:
-        self._lines.write(json.dumps(content) + "\n")
+        self._lines.write(_dumps(content) + "\n")
         self._lines.flush()
 
 
 def _is_tree(value: Any) -> bool:
     return isinstance(value, Mapping)
+
+
+_encode = json.JSONEncoder(allow_nan=False).encode  # `dumps` would make one at every call
+
+
+def _dumps(content: Mapping[str, Any]) -> str:
+    """`content` as a line that every reader of JSON takes."""
+    try:
+        return _encode(content)
+    except ValueError:  # a float that is not finite: rare, so lines are not searched for one before
+        return _encode(_in_words(content))
+
+
+def _in_words(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_words(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_words(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {NOT_FINITE: json.dumps(value)}
+    return value
+
+
+def _from_words(found: dict[str, Any]) -> Any:
+    return float(found[NOT_FINITE]) if found.keys() == {NOT_FINITE} else found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,19 +342,22 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a history; a killed rank may leave half a line at the end, which is dropped."""
-    lines = path.read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
+    # a hook takes time at every object
+    decoder = json.JSONDecoder(object_hook=_from_words if f'"{NOT_FINITE}"' in text else None)
     try:
-        every: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]")  # takes half the time
+        every: list[dict[str, Any]] = decoder.decode(f"[{','.join(lines)}]")  # takes half the time
     except json.JSONDecodeError:
-        return list(_whole(lines))
+        return list(_whole(lines, decoder))
     return every
 
 
-def _whole(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _whole(lines: Iterable[str], decoder: json.JSONDecoder) -> Iterator[dict[str, Any]]:
     """The lines up to the first that is not whole."""
     for text in lines:
         try:
-            yield json.loads(text)
+            yield decoder.decode(text)
         except json.JSONDecodeError:
             return
 
@@ -335,6 +368,7 @@ def _observation(line: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Obse
     def restore(stored: Mapping[str, Any]) -> Any:
         if "dtype" in stored:
             number = stored["json"]
+            # as words alone stood there what is not finite in files of earlier versions
             value = float(number) if isinstance(number, str) else number
             return torch.tensor(value, dtype=getattr(torch, stored["dtype"]))
         if "tensor" not in stored:

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.adapter import REFUSALS
 from conformance.causes import DESCRIBES, MEANING, OF_FORM, Cause
 from conformance.checks import CHECKS, Check, Evidence, Ledger
-from conformance.checks.evidence import Moment, blocked_by, raised
+from conformance.checks.evidence import OF_GRADIENTS, Moment, blocked_by, raised
 from conformance.checks.traffic import LAST
 from conformance.frames import first_line, user_part
 from conformance.history import NotObserved
@@ -80,7 +80,25 @@ def judge(evidence: Evidence, ran: Ran, checks: Iterable[Check]) -> list[Judgeme
     ]
     order = {check: index for index, check in enumerate(CHECKS)}
     judged.sort(key=lambda j: (told_first(j.verdict, j.moment), order[j.check]))
-    return in_view_of_the_first(judged)
+    return in_view_of_the_first(named_first(judged))
+
+
+def named_first(judged: Sequence[Judgement]) -> list[Judgement]:
+    """`judged`, with a finding that names a defect before the number of its phase that does not.
+
+    Of one phase, what is seen first is what comes out of it, such as a loss, and not what was done:
+    a first wrong value that says only how it looks gives way to the next one that says more.
+    """
+    first = next((j for j in judged if _is_value(j)), None)
+    if first is None or first.cause not in DESCRIBES or first.moment is None:
+        return [*judged]
+    place = judged.index(first)
+    for one in judged[place + 1 :]:
+        own = one.cause not in DESCRIBES | {None, Cause.EXCEPTION}
+        if own and _is_value(one) and one.moment is not None and one.moment[0] == first.moment[0]:
+            told = replace(one, moment=first.moment)
+            return [*judged[:place], told, *(j for j in judged[place:] if j is not one)]
+    return [*judged]
 
 
 def in_view_of_the_first(judged: Sequence[Judgement]) -> list[Judgement]:
@@ -254,10 +272,17 @@ def _without_observation(
             check=check.id,
             verdict=Verdict.FAIL,
             cause=Cause.MISSING_KEY,
-            sentence=f"the wrapper's run lacks {missing}",
+            sentence=f"the wrapper's run lacks {missing.named}{_unwatched(missing.what)}",
             moment=(_last_phase(evidence), 1),
         )
     return _cut_off(check, evidence, ran)
+
+
+def _unwatched(what: str) -> str:
+    """What an adapter may have forgotten that makes steps of its own, as a question."""
+    if what not in OF_GRADIENTS:
+        return ""
+    return f": does the adapter's own step() call w.observe({what!r})?"
 
 
 def _is_late(check: Check, moment: Moment, evidence: Evidence, ran: Ran) -> bool:

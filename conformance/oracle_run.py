@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -136,6 +137,12 @@ class OracleRun(Run):
             if seen.doubled:
                 self.writer.write("gradients_doubled", seen.doubled, step=step)
 
+    def observe_unreduced(self, w: Wrapped) -> None:
+        """As a reduction would have left it."""
+        if self.suspects:
+            unreduced = cast(Truth, self.adapter).reduced_last_micro(w)
+            self.writer.write("gradients_unreduced", unreduced)
+
     def _stale_losses(self, w: Wrapped, step: int) -> None:
         """Losses of this step's batches with the parameters of the step before.
 
@@ -144,7 +151,7 @@ class OracleRun(Run):
         if self._before is None:
             return
         truth = cast(Truth, self.adapter)
-        stale = copy.deepcopy(self.adapter.bare(w))
+        stale = copied(self.adapter.bare(w))
         now = _copies(stale)
         with torch.no_grad(), torch.random.fork_rng():
             _overwrite(stale.parameters(), self._before)
@@ -169,7 +176,7 @@ class OracleRun(Run):
 
     def _big_batch(self, w: Wrapped) -> dict[str, Tensor | None]:
         """Reduced gradient of one batch that holds all micro-batches of the step."""
-        module: nn.Module = copy.deepcopy(self.adapter.bare(w))
+        module = copied(self.adapter.bare(w))
         truth = cast(Truth, self.adapter)
         with torch.random.fork_rng():
             reduced = truth.big_batch(w, module, self.micro_batches(0), self.model.loss)
@@ -190,6 +197,16 @@ def positions_of_units(
         if parameter.requires_grad:
             found.setdefault(next(own), set()).add(position)
     return found
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A deep copy. Each part has a dozen tables of hooks, nearly all empty, which take most of it.
+
+    `copy` is told of an empty table that another stands for it.
+    """
+    tables = (value for part in module.modules() for value in vars(part).values())
+    known: dict[int, Any] = {id(t): type(t)() for t in tables if type(t) is OrderedDict and not t}
+    return copy.deepcopy(module, known)
 
 
 def _copies(module: nn.Module) -> list[Tensor]:

@@ -197,7 +197,8 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
         if (scenario.name == "memory") != ("wide" in model.traits):
             continue
         if scenario.name == training:
-            for optimizer, accumulation in TRAININGS[depth]:
+            # with one micro-batch a step differs from the one before, with three they do within it
+            for optimizer, accumulation in TRAININGS[asked if training == "varying" else depth]:
                 yield Case.of(model.name, training, optimizer=optimizer, accumulation=accumulation)
             if "optimizer.whole" in capabilities and model.name == PLAIN_MODEL:
                 for optimizer in WHOLE_TENSOR:

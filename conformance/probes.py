@@ -6,23 +6,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from conformance.plan import Planned
-from conformance.verdicts import Finding, Verdict
+from conformance.verdicts import COMPLETED, Finding, Verdict
 
 CLAIM_PREFIX = "claim."
 
 
 def claim_finding(planned: Planned, findings: Sequence[Finding]) -> Finding:
-    """One UNSUPPORTED finding for the capabilities that `planned` tried out."""
+    """One UNSUPPORTED finding for the capabilities that `planned` tried out.
+
+    A check that needs yet another capability says nothing of these; a refused build does.
+    """
     names = " and ".join(planned.probe)
     passed = [f.check for f in findings if f.verdict is Verdict.PASS]
-    bad = next((f for f in findings if f.verdict is not Verdict.PASS), None)
-    if bad is None and passed:
+    unjudged = [f for f in findings if f.verdict is Verdict.UNSUPPORTED and f.check != COMPLETED]
+    bad = next((f for f in findings if f.verdict is not Verdict.PASS and f not in unjudged), None)
+    works = bad is None and any(check != COMPLETED for check in passed)
+    if works:
         sentence = (
             f"not claimed, but it works here ({', '.join(passed)} pass): you may claim {names}"
         )
+    elif bad is not None:
+        sentence = f"not claimed, and it does not work here: {bad.check}: {bad.sentence}"
     else:
-        reason = "nothing judged it" if bad is None else f"{bad.check}: {bad.sentence}"
-        sentence = f"not claimed, and it does not work here: {reason}"
+        why = f": {unjudged[0].check}: {unjudged[0].sentence}" if unjudged else ""
+        sentence = f"not claimed, and nothing judged whether it works here{why}"
     first = findings[0]
     check = CLAIM_PREFIX + "+".join(planned.probe)
     return replace(
@@ -33,7 +40,7 @@ def claim_finding(planned: Planned, findings: Sequence[Finding]) -> Finding:
         sentence=sentence,
         error=None,
         bound=None,
-        where={"capabilities": list(planned.probe), "works": bad is None and bool(passed)},
+        where={"capabilities": list(planned.probe), "works": works},
         moment=None,
         repro=first.repro.replace(f"{first.check}@", f"{check}@", 1),
     )

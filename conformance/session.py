@@ -32,6 +32,7 @@ from conformance.oracle_precision import LOWERED, Precision
 from conformance.preload import PRELOAD
 from conformance.ranks import Job, Outcome, RankPool, RankVerdict
 from conformance.ranks.leases import leases_of
+from conformance.report.words import number
 from conformance.room import is_full, no_room
 from conformance.scenarios.resume import second_world
 from conformance.stored import Stored, judge_stored
@@ -198,7 +199,7 @@ class Session:
         same = stored.second_world == stored.world
         second = self._pool(stored.second_world).run(job, timeout=timeout, fresh=fresh or same)
         then = ran(second, directory)
-        told = f"in the second job, of {stored.second_world} ranks: {then.sentence}"
+        told = f"in the second job, of {number(stored.second_world, 'rank')}: {then.sentence}"
         both = replace(
             then,
             sentence=told if then.sentence else "",

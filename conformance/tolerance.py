@@ -66,6 +66,9 @@ class Oracle:
     _bounds: dict[tuple[Any, ...], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _noises: dict[tuple[Any, ...], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def bound(self, rank: int, what: str, where: dict[str, Any], key: str | None = None) -> float:
         """Largest allowed absolute error of any element of one observed tensor."""
@@ -108,24 +111,27 @@ class Oracle:
 
     def _measured(self, rank: int, what: str, where: dict[str, Any], key: str | None) -> float:
         expected = _pick(self.reference, rank, what, where, key)
-        places = [where]
+        # in a low dtype later steps have roundings that earlier ones cannot have
         if key is not None and expected.numel() <= FEW and self.nudged is None:
-            # in a low dtype later steps have roundings that earlier ones cannot have
-            places = self._in_all_steps(rank, what, where, key)
-        noise = max(self._noise(rank, what, place, key) for place in places)
+            noise = self._noise_in_all_steps(rank, what, where, key)
+        else:
+            noise = self._noise(rank, what, where, key)
         if what == "loss" and self.nudged is not None:
             noise = max(noise, self._noise_of_losses(self.nudged, where.get("step")))
         eps = torch.finfo(expected.dtype).eps if expected.dtype.is_floating_point else 0.0
         scale = float(expected.double().abs().max()) if expected.numel() else 0.0
         return FACTOR * noise + ULPS * eps * scale
 
-    def _in_all_steps(
-        self, rank: int, what: str, where: dict[str, Any], key: str
-    ) -> list[dict[str, Any]]:
-        """Where the same tensor was observed; ``where`` alone if that names no step."""
+    def _noise_in_all_steps(self, rank: int, what: str, where: dict[str, Any], key: str) -> float:
+        """The largest noise of the same tensor in any step; of this one if ``where`` names none."""
         step = {"step": where["step"]} if "step" in where else {}
-        made = [o for o in self.reference.every(what, rank) if o.value.get(key) is not None]
-        return [dict(o.where) for o in made if {**o.where, **step} == where]
+        rest = sorted(item for item in where.items() if item[0] not in step)
+        place = (rank, what, bool(step), *rest, key)
+        if place not in self._noises:  # each step of the tensor asks for it
+            made = [o for o in self.reference.every(what, rank) if o.value.get(key) is not None]
+            places = [dict(o.where) for o in made if {**o.where, **step} == where]
+            self._noises[place] = max(self._noise(rank, what, where, key) for where in places)
+        return self._noises[place]
 
     def _noise(self, rank: int, what: str, where: dict[str, Any], key: str | None) -> float:
         """What the runs of the oracle differ by in one observed tensor."""

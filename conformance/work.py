@@ -161,7 +161,7 @@ def variants_of(adapter: str, patterns: Sequence[str]) -> list[Subject]:
     variants = declared_variants(adapter, adapter_class(adapter))
     for pattern in patterns:
         if not any(matches(name, pattern) for name in variants):
-            raise unknown(f"variant of {adapter}", pattern, variants, patterns=True)
+            raise unknown("variant", pattern, variants, where=f"of {adapter}", patterns=True)
     names = [
         name
         for name in variants

@@ -142,7 +142,7 @@ def make_adapter(name: str, variant: str = "default") -> tuple[Adapter, Mapping[
     cls = adapter_class(name)
     variants = declared_variants(name, cls)
     if variant not in variants:
-        raise unknown(f"variant of {name}", variant, variants)
+        raise unknown("variant", variant, variants, where=f"of {name}")
     options = variants[variant]
     with blaming(name, f"{cls.__name__}()"):
         adapter = cls()

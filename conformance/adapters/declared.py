@@ -9,12 +9,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter, Conventions
 from conformance.errors import UsageError, unknown
 from conformance.names import CAPABILITIES
+
+MISSPELT = 0.8
+"""How alike a name is to a verb, of `difflib`, that can only be a slip."""
 
 
 @contextmanager
@@ -75,6 +79,7 @@ def check_declarations(name: str, adapter: Adapter) -> None:
     Raises:
         UsageError: one is not, or a claim is no capability.
     """
+    _check_spelling(name, type(adapter))
     claims: Any
     with blaming(name, "capabilities"):
         claims = adapter.capabilities
@@ -83,7 +88,8 @@ def check_declarations(name: str, adapter: Adapter) -> None:
     with blaming(name, "setting capabilities"):
         adapter.capabilities = frozenset(claims)  # a set of the class would be changed for all
     for claim in sorted(adapter.capabilities - set(CAPABILITIES)):
-        raise unknown(f"capability (claimed by {name})", claim, CAPABILITIES, listed="capabilities")
+        place = f"(claimed by {name})"
+        raise unknown("capability", claim, CAPABILITIES, where=place, listed="capabilities")
     with blaming(name, "conventions"):
         conventions: Any = adapter.conventions
     if not isinstance(conventions, Conventions):
@@ -92,6 +98,18 @@ def check_declarations(name: str, adapter: Adapter) -> None:
         replicas: Any = adapter.replicas
     if type(replicas) is not int or replicas < 1:
         raise _wrong(name, "replicas", replicas, "an int of at least 1")
+
+
+def _check_spelling(name: str, cls: type[Adapter]) -> None:
+    """See that nothing is nearly called as a verb of which the default would be taken instead."""
+    left = [verb for verb in vars(Adapter) if getattr(cls, verb) is getattr(Adapter, verb)]
+    for own in sorted(set(dir(cls)) - set(dir(Adapter))):
+        near = [] if own.startswith("_") else get_close_matches(own, left, 1, MISSPELT)
+        if near:
+            raise UsageError(
+                f"adapter {name!r}: nothing asks for {own!r}; did you mean {near[0]}? (name a"
+                " helper with _ in front)"
+            )
 
 
 def _wrong(name: str, what: str, got: object, wanted: str) -> UsageError:

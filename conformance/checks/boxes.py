@@ -17,6 +17,7 @@ from conformance.checks.evidence import Evidence, Ledger, Moment
 from conformance.checks.optimizer import STEP, compare_count
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
+from conformance.report.words import number
 from conformance.scenarios.states import Piece, named_pieces
 
 
@@ -27,7 +28,7 @@ def hold_count(ledger: Ledger, moment: Moment, got: int, due: int, what: str, **
         got == due,
         moment=moment,
         cause=cause,
-        sentence=f"{what} hold {got} elements, expected {due}: {MEANING[cause]}",
+        sentence=f"{what} hold {number(got, 'element')}, expected {due}: {MEANING[cause]}",
         got=got,
         expected=due,
         **where,

@@ -27,6 +27,7 @@ from conformance.checks.training import parameter_suspects
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
+from conformance.report.words import number
 from conformance.scenarios.checkpoint import STEPS_BEFORE
 from conformance.scenarios.resume import RESUME
 
@@ -76,8 +77,8 @@ def state_dict_tensors(evidence: Evidence, ledger: Ledger) -> None:
             not got or bool(seen.value) or rank in firsts,
             moment=seen.moment,
             cause=Cause.UNEXPECTED_KEY,
-            sentence=f"rank {rank} was given {len(got)} entries of a full state that was asked for"
-            " on rank 0 only",
+            sentence=f"rank {rank} was given {number(len(got), 'entry')} of a full state that was"
+            " asked for on rank 0 only",
             rank=rank,
         )
         for key in sorted(got.keys() & seen.value.keys()):

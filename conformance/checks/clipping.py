@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from conformance.causes import Cause
@@ -19,6 +20,8 @@ from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 
 CLIPS = frozenset({"clip.p1", "clip.p2", "clip.pinf"})
+PS = (1.0, 2.0, math.inf)
+"""Every p of which a norm can be claimed."""
 
 
 def norms_due(evidence: Evidence) -> list[Observation]:
@@ -57,7 +60,29 @@ def clip_norm(evidence: Evidence, ledger: Ledger) -> None:
 
 def _norm_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Suspect]:
     scalar = as_tensor(seen.value)
-    return [(cause, scalar.new_tensor(value)) for cause, value in wrong_norms(evidence, rank, seen)]
+    wrong = wrong_norms(evidence, rank, seen)
+    own = evidence.history.find(rank, "grad_norm", seen.where)
+    if own is not None and own.value is not None and added_in_short(own.value, scalar):
+        wrong.append((Cause.DTYPE_ROUND_TRIP, float(own.value)))
+    return [(cause, scalar.new_tensor(value)) for cause, value in wrong]
+
+
+ROUNDINGS = 4
+"""How many spacings of a short dtype a norm may be off whose sum was made in it: one is the last
+rounding, the others are those of the norms of parameters that were added."""
+
+
+def added_in_short(got: Any, expected: Any) -> bool:
+    """Whether a norm is one of the few numbers of a short dtype, and near the right one.
+
+    Rounded more than once, it need not be the nearest of them.
+    """
+    a, b = as_tensor(got).double(), as_tensor(expected).double()
+    return any(
+        bool(a.to(short).double() == a)
+        and bool((a - b).abs() <= ROUNDINGS * torch.finfo(short).eps * b.abs())
+        for short in (torch.bfloat16, torch.float16)
+    )
 
 
 def wrong_norms(evidence: Evidence, rank: int, seen: Observation) -> list[tuple[Cause, float]]:
@@ -89,6 +114,8 @@ def wrong_norms(evidence: Evidence, rank: int, seen: Observation) -> list[tuple[
     found.append((Cause.SUMMED_NOT_AVERAGED, expected * world))
     found.append((Cause.DIVIDED_TWICE, expected / world))
     found.append((Cause.DIVIDED_TWICE, expected / evidence.case.accumulation))
+    distinct = _of_distinct(evidence, reduced)
+    found += [(Cause.OTHER_NORM, norm_of(distinct, other)) for other in PS if other != p]
     return found
 
 

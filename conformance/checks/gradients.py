@@ -90,9 +90,7 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         earlier = reference.find(rank, "gradients", before)
         if earlier is not None and earlier.value.get(key) is not None:
             found.append((Cause.STALE, earlier.value[key]))
-        dropped = reference.find(rank, "gradients_dropped", {})
-        if dropped is not None and dropped.value.get(key) is not None:
-            found.append((Cause.NOT_DROPPED, expected + dropped.value[key]))
+        found += _with_dropped(reference, rank, expected, key)
         found += _reduced_in_short(evidence, seen, key)
         found += _accumulated(evidence, rank, seen, key)
         found += misplaced_rows(expected, max(world // evidence.replicas, 1))
@@ -104,6 +102,21 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         return found + _weighed(evidence, rank, seen, key)
 
     return suspects
+
+
+def _with_dropped(history: History, rank: int, expected: Tensor, key: str) -> list[Suspect]:
+    """`expected` and what was given up before it: reduced, not yet reduced, or both."""
+    seen = {
+        what: history.find(of, what, {})
+        for what, of in (("gradients_dropped", rank), ("gradients_unreduced", 0))
+    }
+    values = [None if one is None else one.value.get(key) for one in seen.values()]
+    parts = [value for value in values if isinstance(value, Tensor)]
+    return [
+        (Cause.NOT_DROPPED, expected + total(given_up))
+        for given_up in (*([part] for part in parts), parts)
+        if given_up
+    ]
 
 
 def _reduced_in_short(evidence: Evidence, seen: Observation, key: str) -> list[Suspect]:

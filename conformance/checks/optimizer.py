@@ -10,8 +10,10 @@ from torch import Tensor
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import Evidence, Ledger, Moment, compare_trees, place
 from conformance.checks.registry import OBSERVED, check
+from conformance.checks.updates import state_after
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
+from conformance.optimizers import optimizer_named
 
 STEP = "/step"
 CHOICES_OF_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -46,6 +48,7 @@ def state_suspects(evidence: Evidence) -> Any:
         found: list[Suspect] = []
         if earlier is not None and key in earlier.value:
             found.append((Cause.STALE, as_tensor(earlier.value[key])))
+            found += _of_older_gradient(evidence, rank, earlier, key)
         return found + [
             (Cause.PERMUTED, as_tensor(value))
             for other, value in seen.value.items()
@@ -53,6 +56,31 @@ def state_suspects(evidence: Evidence) -> Any:
         ]
 
     return suspects
+
+
+def _of_older_gradient(
+    evidence: Evidence, rank: int, earlier: Observation, key: str
+) -> list[Suspect]:
+    """The state if the optimizer had stepped with the gradient of the step before once more."""
+    reference, (name, _, entry) = evidence.oracle.reference, key.rpartition("/")
+    start = reference.find(rank, "parameters", earlier.where)
+    state = {
+        one.rpartition("/")[2]: value
+        for one, value in earlier.value.items()
+        if one.rpartition("/")[0] == name
+    }
+    trees = [reference.find(rank, what, earlier.where) for what in ("gradients", "clipped")]
+    gradients = [None if tree is None else tree.value.get(name) for tree in trees]
+    return [
+        (Cause.STALE, after[entry])
+        for gradient in gradients
+        if start is not None and isinstance(gradient, Tensor)
+        for after in [
+            state_after(
+                optimizer_named(evidence.case.optimizer), start.value[name], state, gradient
+            )
+        ]
+    ]
 
 
 @check("optimizer.steps", profile="core", scenarios=OBSERVED | {"checkpoint", "resume"})

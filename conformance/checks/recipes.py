@@ -17,6 +17,7 @@ from conformance.checks.registry import check
 from conformance.checks.structure import hold_ties
 from conformance.explain import Suspect
 from conformance.history import Observation
+from conformance.report.words import number
 from conformance.scenarios.recipes import OVERFLOW, ROW_OVERFLOW, SCALED_STEPS
 
 WITNESS = frozenset({"witness"})
@@ -78,8 +79,8 @@ def _compare_counts(evidence: Evidence, ledger: Ledger, what: str, noun: str) ->
                 found == due,
                 moment=seen.moment,
                 cause=Cause.WRONG_COUNT,
-                sentence=f"{noun} of {name} ran {found:g} times until {place(seen.where, rank)},"
-                f" expected {due:g}: {MEANING[Cause.WRONG_COUNT]}",
+                sentence=f"{noun} of {name} ran {number(int(found), 'time')} until"
+                f" {place(seen.where, rank)}, expected {due:g}: {MEANING[Cause.WRONG_COUNT]}",
                 rank=rank,
                 fqn=name,
                 got=found,

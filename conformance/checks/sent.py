@@ -136,12 +136,17 @@ class Need:
     padded: int
     uncut: int
 
-    def allowed(self, times: int, collectives: int) -> int:
+    def allowed(self, times: int, collectives: int, *, flags: int = 0) -> int:
         """Most elements that may travel if all do so `times` times, in so many collectives.
 
         One time more is never padding, unless the parameters are smaller than their padding.
+
+        Args:
+            times: passes in which they travel.
+            collectives: each of which may pad what it carries.
+            flags: numbers beside them that may say of each parameter whether it has a gradient.
         """
-        aligned = times * self.padded + ALIGNMENT * self.shards * collectives
+        aligned = times * self.padded + ALIGNMENT * self.shards * collectives + flags
         return min(aligned, max(times * self.padded, (times + 1) * self.elements - 1))
 
 

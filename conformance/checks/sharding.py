@@ -14,6 +14,7 @@ from conformance.checks.evidence import Evidence, Ledger, Moment
 from conformance.checks.registry import check
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
+from conformance.report.words import number
 from conformance.scenarios.checkpoint import STEPS_BEFORE
 from conformance.scenarios.states import named_pieces
 
@@ -125,8 +126,8 @@ class Held:
     def taken(self, evidence: Evidence) -> str:
         """The beginning of a sentence about it."""
         return (
-            f"{self.part} ({self.dtype}) take {self.bytes} bytes on {evidence.world} ranks"
-            f" together{self.when},"
+            f"{self.part} ({self.dtype}) take {self.bytes} bytes on"
+            f" {number(evidence.world, 'rank')} together{self.when},"
         )
 
 

@@ -21,6 +21,7 @@ from conformance.checks.saving import SAVED, held_when_saved
 from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
+from conformance.report.words import number
 from conformance.scenarios.states import Piece, first_names, named_pieces
 
 CHECKPOINT = frozenset({"checkpoint"})
@@ -112,8 +113,8 @@ def _optimizer_states(
                     not got,
                     moment=seen.moment,
                     cause=Cause.UNEXPECTED_KEY,
-                    sentence=f"rank {rank} was given {len(got)} entries of a full optimizer state"
-                    " that was asked for on rank 0 only",
+                    sentence=f"rank {rank} was given {number(len(got), 'entry')} of a full"
+                    " optimizer state that was asked for on rank 0 only",
                     rank=rank,
                 )
                 continue

@@ -79,8 +79,9 @@ def _hold_gathers(evidence: Evidence, ledger: Ledger, step: Traffic, shards: int
         cause=cause,
         got=told,
         expected=due.elements * times * share * size,
-        what=f"bytes of parameters sent in {number(len(step.gathers), 'collective')}, which gathers"
-        f" {declared.gathers} in each of {step.micro_batches} micro-batches",
+        noun="byte",
+        what=f"of parameters sent in {number(len(step.gathers), 'collective')}, where each"
+        f" micro-batch gathers {declared.gathers}",
     )
 
 
@@ -95,7 +96,9 @@ def _hold_reductions(evidence: Evidence, ledger: Ledger, step: Traffic, shards: 
     times = 1 if own else step.micro_batches
     size = size_sent(evidence, evidence.conventions.reduced_as)
     count = len(step.reductions)
-    allowed = _reduced(evidence, most.allowed(times, count), shards) * size
+    # who has a gradient at all may be said in numbers of the same dtype
+    flags = times * len(anatomy(evidence.model).distinct)
+    allowed = _reduced(evidence, most.allowed(times, count, flags=flags), shards) * size
     elements = elements_sent(step.reductions)
     told = sum(sent(row) for row in step.reductions)
     # who does not claim no_sync may wait for the last micro-batch all the same
@@ -120,7 +123,8 @@ def _hold_reductions(evidence: Evidence, ledger: Ledger, step: Traffic, shards: 
         cause=cause,
         got=told,
         expected=expected,
-        what=f"bytes of gradients sent in {number(count, 'collective')}",
+        noun="byte",
+        what=f"of gradients sent in {number(count, 'collective')}",
     )
 
 
@@ -160,14 +164,15 @@ def _hold(  # noqa: PLR0913 - one comparison, all of it
     cause: Cause,
     got: float,
     expected: float,
+    noun: str,
     what: str,
 ) -> None:
     ledger.hold(
         held,
         moment=_end_of_step(evidence, step.step),
         cause=cause,
-        sentence=f"step {step.step}, rank {step.rank}: {got:.0f} {what}, expected {expected:.0f}"
-        f" without padding: {MEANING[cause]}",
+        sentence=f"step {step.step}, rank {step.rank}: {number(round(got), noun)} {what}, expected"
+        f" {expected:.0f} without padding: {MEANING[cause]}",
         rank=step.rank,
         step=step.step,
         got=round(got),
@@ -208,7 +213,8 @@ def collectives_regathered(evidence: Evidence, ledger: Ledger) -> None:
             cause=Cause.NOT_FREED,
             got=got,
             expected=due,
-            what="elements of parameters gathered",
+            noun="element",
+            what="of parameters gathered",
         )
 
 
@@ -245,5 +251,6 @@ def collectives_after_backward(evidence: Evidence, ledger: Ledger) -> None:
                 cause=cause,
                 got=got,
                 expected=times * every.elements,
-                what=f"elements {'reduced' if kinds is REDUCTIONS else 'gathered'} after backward",
+                noun="element",
+                what=f"{'reduced' if kinds is REDUCTIONS else 'gathered'} after backward",
             )

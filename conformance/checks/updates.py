@@ -5,7 +5,8 @@ Runs the real `torch.optim` class on a copy. Knows no history.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,3 +40,25 @@ def stepped(
         parameter.grad = gradient.detach().clone().to(parameter.dtype)
         optimizer.step()
     return parameter.detach()
+
+
+def state_after(
+    factory: OptimizerFactory, start: Tensor, state: Mapping[str, Any], gradient: Tensor
+) -> Mapping[str, Any]:
+    """What the optimizer keeps of one parameter after one more step.
+
+    Args:
+        factory: makes the optimizer.
+        start: the parameter before; not changed.
+        state: what it kept until then; not changed.
+        gradient: of the step, of the parameter's shape.
+    """
+    parameter = nn.Parameter(start.detach().clone())
+    optimizer = factory([parameter])
+    optimizer.state[parameter] = {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
+    }
+    parameter.grad = gradient.detach().clone().to(parameter.dtype)
+    optimizer.step()
+    after: Mapping[str, Any] = optimizer.state[parameter]
+    return after

@@ -58,7 +58,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"max_content_width": 100},
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
     help="Run a sharded training wrapper beside an unsharded oracle, and judge it.",
 )
 
@@ -231,7 +231,8 @@ def _status() -> int:
         return _complain(str(error), EXIT_USAGE)
     except WRONG_USAGE as error:
         if sys.argv[1:]:
-            return _complain(error.format_message(), EXIT_USAGE)
+            asked = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+            return _complain(f"{error.format_message().removesuffix('.')}{asked}", EXIT_USAGE)
         sys.stderr.write(f"{error.format_message()}\n")  # the parser's message is then the help
         return EXIT_USAGE
     except BrokenPipeError:

@@ -65,7 +65,9 @@ def fuzz_command(adapters: Sequence[str], options: FuzzOptions) -> int:
     worlds = worlds_of(options.worlds)
     devices = {world: device_for(options.device, world) for world in worlds}
     if not any(world % adapter.replicas == 0 for world in worlds for _, adapter in subjects):
-        raise UsageError(f"--world {options.worlds}: too few ranks for the replicas of any variant")
+        raise UsageError(
+            f"--world {options.worlds!r}: too few ranks for the replicas of any variant"
+        )
     if not options.quiet:
         note(notes(options.device, worlds[-1]))
     with temporary_folder() as folder:

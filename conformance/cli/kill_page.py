@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from conformance.report.words import number
 from conformance.selftest import LEFT_OUT, Diagonal, Kill, said_by
 from conformance.verdicts import Finding
 
@@ -32,7 +33,7 @@ def _page(results: Sequence[Diagonal], circumstances: str) -> Iterator[str]:
     measured = [result for result in results if result.kill not in LEFT_OUT]
     yield "# The kill matrix, measured"
     yield from ("", "Written by `fsdp-conformance selftest --page FILE`.", "", circumstances, "")
-    yield f"{len(results)} mutants: {counted(results)}."
+    yield f"{number(len(results), 'mutant')}: {counted(results)}."
     yield from ("", "## Every mutant", "")
     yield "A row for each: what its check says, the error over the bound where that check first"
     yield "fails, the largest error over the bound that the same check sees on the same case"

@@ -45,7 +45,7 @@ def _read(option: typer.CallbackParam, text: str, kind: Callable[[str], Any], ca
     try:
         return kind(text)
     except ValueError:
-        raise UsageError(f"{option.opts[0]} {text}: expected {called}") from None
+        raise UsageError(f"{option.opts[0]} {text!r}: expected {called}") from None
 
 
 def at_least(least: int) -> Callable[[typer.CallbackParam, Any], Any]:
@@ -58,6 +58,26 @@ def at_least(least: int) -> Callable[[typer.CallbackParam, Any], Any]:
         if number < least:
             raise UsageError(f"{option.opts[0]} {number}: at least {least}")
         return number
+
+    return callback
+
+
+def path(
+    check: Callable[[Path], object],
+) -> Callable[[typer.CallbackParam, str | None], Path | None]:
+    """A callback of the parser: the path that `check` does not refuse, or none.
+
+    The parser takes an empty name, such as of a variable that is not set, for this folder.
+    """
+
+    def callback(option: typer.CallbackParam, text: str | None) -> Path | None:
+        if text is None:
+            return None
+        if not text:
+            raise UsageError(f"{option.opts[0]} '': expected a name")
+        named = Path(text)
+        check(named)
+        return named
 
     return callback
 
@@ -85,7 +105,7 @@ def worlds_of(text: str) -> list[int]:
         worlds = sorted({int(each) for each in text.split(",")})
     except ValueError:
         raise UsageError(
-            f"--world {text}: expected numbers of ranks with commas between, such as 1,2,4"
+            f"--world {text!r}: expected numbers of ranks with commas between, such as 1,2,4"
         ) from None
     for world in worlds:
         check_world(world)
@@ -117,33 +137,35 @@ def is_new(out: Path) -> None:
     Raises:
         UsageError: it holds anything, is no folder, or cannot be looked at.
     """
+    given = f"--out {str(out)!r}"
     try:
         if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out}: not a folder")
+            raise UsageError(f"{given}: not a folder")
         there = sorted(path.name for path in out.iterdir()) if out.exists() else []
     except OSError as error:
-        raise UsageError(f"--out {out}: cannot make the folder: {error.strerror}") from error
+        raise UsageError(f"{given}: cannot make the folder: {error.strerror}") from error
     if {LOG_NAME, HISTORIES} & set(there):
-        raise UsageError(f"--out {out}: holds a run already; name a new folder")
+        raise UsageError(f"{given}: holds a run already; name a new folder")
     if there:
         raise UsageError(
-            f"--out {out}: holds what is not of a run, such as {there[0]};"
+            f"{given}: holds what is not of a run, such as {there[0]!r};"
             " name a new or an empty folder"
         )
 
 
 def _is_page(page: Path) -> None:
+    given = f"--page {str(page)!r}"
     if page.is_dir():
-        raise UsageError(f"--page {page}: is a folder; name a file")
+        raise UsageError(f"{given}: is a folder; name a file")
     if not page.parent.is_dir():
-        raise UsageError(f"--page {page}: there is no folder {page.parent}")
+        raise UsageError(f"{given}: there is no folder {str(page.parent)!r}")
 
 
 def _holds_run(directory: Path) -> None:
     try:
         header_of(directory / LOG_NAME)
     except LogError as error:
-        raise UsageError(f"recheck {directory}: {error}") from error
+        raise UsageError(f"recheck: {error}") from error
 
 
 Adapters = Annotated[
@@ -165,7 +187,10 @@ FindingId = Annotated[
 Run = Annotated[
     Path,
     typer.Argument(
-        metavar="DIR", help="Folder of a run made with --out.", callback=checked(_holds_run)
+        metavar="DIR",
+        help="Folder of a run made with --out.",
+        parser=str,
+        callback=path(_holds_run),
     ),
 ]
 World = Annotated[
@@ -243,7 +268,8 @@ Expect = Annotated[
     typer.Option(
         metavar="FILE",
         help="File of known deviations: lines of 'finding pattern: reason'.",
-        callback=checked(read_expectations),
+        parser=str,
+        callback=path(read_expectations),
     ),
 ]
 Out = Annotated[
@@ -251,7 +277,8 @@ Out = Annotated[
     typer.Option(
         metavar="DIR",
         help="New folder for the log and the histories.",
-        callback=checked(is_new),
+        parser=str,
+        callback=path(is_new),
     ),
 ]
 Jobs = Annotated[
@@ -297,7 +324,8 @@ Page = Annotated[
     typer.Option(
         metavar="FILE",
         help="File for the whole matrix: what every check said of every mutant.",
-        callback=checked(_is_page),
+        parser=str,
+        callback=path(_is_page),
     ),
 ]
 Quiet = Annotated[

@@ -115,7 +115,7 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
     if case.scenario == SEQUENCE and (not acts or set(acts) - set(ACTS)):
         known_acts = "".join(ACTS)
         raise UsageError(
-            f"case {case}: acts={acts!r} is not a sequence of letters {known_acts!r};"
+            f"case {str(case)!r}: acts={acts!r} is not a sequence of letters {known_acts!r};"
             " fsdp-conformance list letters says what they are"
         )
     probe = probed_capabilities(check)
@@ -123,7 +123,7 @@ def item_of(id: str, mutant: str | None) -> tuple[Item, str, int]:
         raise unknown("check", check, CHECKS, listed="checks")
     planned = planned_again(text, probe, list(CHECKS.values()))
     if not probe and check not in (COMPLETED, *(c.id for c in planned.checks)):
-        raise UsageError(f"check {check} says nothing about the case {case}")
+        raise UsageError(f"check {check!r} says nothing about the case {str(case)!r}")
     role = Role.PROBE if probe else Role.JUDGED
     return Item(subject=subject, planned=planned, role=role), check, seed
 
@@ -139,7 +139,7 @@ def recheck_command(directory: Path) -> int:
     try:
         stored = read_log(directory / LOG_NAME)
     except LogError as error:
-        raise UsageError(f"recheck {directory}: {error}") from error
+        raise UsageError(f"recheck: {error}") from error
     again = judge_again(stored, directory)
     log = again.log
     sys.stdout.write(report_text(log))
@@ -240,8 +240,8 @@ def comparison_text(stored: Log, again: Again) -> str:
     if not lines:
         roles = Counter(role for role, _ in after)
         told = ", ".join(f"{roles[role]} {role}" for role in Role if roles[role])
-        all_same = f"all {len(after)} findings are the same ({told})"
-        lines = [f"recheck: {all_same if after else 'nothing was judged'}"]
+        every = "the finding is" if len(after) == 1 else f"all {len(after)} findings are"
+        lines = [f"recheck: {f'{every} the same ({told})' if after else 'nothing was judged'}"]
     return "\n".join(lines)
 
 

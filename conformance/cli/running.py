@@ -143,5 +143,5 @@ def _folder(out: Path | None) -> Iterator[Path]:
     try:
         (out / HISTORIES).mkdir(parents=True)
     except OSError as error:
-        raise UsageError(f"--out {out}: cannot make the folder: {error.strerror}") from error
+        raise UsageError(f"--out {str(out)!r}: cannot make the folder: {error.strerror}") from error
     yield out.resolve()

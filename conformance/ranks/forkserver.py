@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from conformance.ranks.orphans import (
@@ -33,6 +34,7 @@ from conformance.ranks.wire import WireError, receive, send
 __all__ = ["main"]
 
 _PARENT_CHECK_MS = 1000
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _LAST_WORDS = 4.0
 """Seconds; less than the controller waits for this process to end in order."""
 
@@ -51,7 +53,8 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
     server = _Server(channel, exits_fd)
     gc.disable()  # a tenth of the imports would be collections that find nothing
     try:
-        _import_all([*preload, "conformance.ranks.worker"])
+        with _compiler_cache_in(root):
+            _import_all([*preload, "conformance.ranks.worker"])
         gc.enable()
         gc.collect()
         server.adopt_orphans()
@@ -66,6 +69,23 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
         server.kill_all()
         if not server.closed_in_order:
             shutil.rmtree(root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _compiler_cache_in(root: str) -> Iterator[None]:
+    """Inside, the folder that importing torch's compiler makes goes with `root`.
+
+    Else that empty folder would stay in `TMPDIR`. Ranks that compile take the user's cache, here
+    and in the next run.
+    """
+    if _COMPILER_CACHE in os.environ:
+        yield
+        return
+    os.environ[_COMPILER_CACHE] = os.path.join(root, "compiler")
+    try:
+        yield
+    finally:
+        del os.environ[_COMPILER_CACHE]
 
 
 class _ImportFailed(Exception):

@@ -17,6 +17,7 @@ from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS
 from conformance.optimizers import WHOLE_TENSOR
+from conformance.report.words import number
 from conformance.scenarios import SCENARIOS
 from conformance.verdicts import BAD, Finding, Verdict
 
@@ -158,15 +159,14 @@ def _partly_seen(verified: Sequence[Claim]) -> list[str]:
     for claim in verified:
         groups.setdefault(len(claim.unseen), []).append(claim.capability)
     return [
-        f"verified but in {times} {'case' if times == 1 else 'cases'} not seen {', '.join(names)}"
+        f"verified but in {number(times, 'case')} not seen {', '.join(names)}"
         for times, names in sorted(groups.items())
         if times
     ]
 
 
 def _cases(findings: Sequence[Finding]) -> str:
-    times = len(_places(findings))
-    return "1 case" if times == 1 else f"{times} cases"
+    return number(len(_places(findings)), "case")
 
 
 def _told(claim: Claim) -> str:

@@ -154,16 +154,18 @@ def header_of(path: Path) -> dict[str, Any]:
     folder = path.parent
     if not folder.is_dir():
         is_there = folder.exists() or folder.is_symlink()
-        raise LogError(f"{folder} is no folder" if is_there else f"there is no folder {folder}")
+        named = repr(str(folder))
+        raise LogError(f"{named} is no folder" if is_there else f"there is no folder {named}")
     if not path.is_file():
-        raise LogError(f"{folder} holds no {path.name}: not the folder of a run")
+        raise LogError(f"{str(folder)!r} holds no {path.name}: not the folder of a run")
     with path.open(encoding="utf-8", errors="replace") as file:
         header = next(iter(_lines(file.readline(), path)), {})
     if header.get("kind") != "header":
-        raise LogError(f"{path} does not begin with a header: not the log of a run")
+        raise LogError(f"{str(path)!r} does not begin with a header: not the log of a run")
     if header.get("schema") != SCHEMA_VERSION:
         raise LogError(
-            f"{path} has schema {header.get('schema')!r}; this version reads {SCHEMA_VERSION}"
+            f"{str(path)!r} has schema {header.get('schema')!r}; this version reads"
+            f" {SCHEMA_VERSION}"
         )
     return header
 
@@ -176,10 +178,10 @@ def _lines(text: str, path: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except json.JSONDecodeError as error:
             if number < len(texts):
-                raise LogError(f"{path}:{number}: not JSON: {error}") from error
+                raise LogError(f"{str(path)!r}, line {number}: not JSON: {error}") from error
         else:
             if not isinstance(line, dict) or "kind" not in line:
-                raise LogError(f"{path}:{number}: not a line of a log")
+                raise LogError(f"{str(path)!r}, line {number}: not a line of a log")
             found.append(line)
     return found
 

@@ -18,8 +18,14 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 def number(count: int, noun: str) -> str:
-    """``1 case``, ``2 cases``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """``1 case``, ``2 cases``, ``2 batches``, ``2 entries``."""
+    return f"{count} {noun if count == 1 else _several(noun)}"
+
+
+def _several(noun: str) -> str:
+    if noun.endswith(("ch", "sh", "s", "x")):
+        return f"{noun}es"
+    return f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
 
 
 def indented(text: str, indent: int, later: int | None = None) -> list[str]:

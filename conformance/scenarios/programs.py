@@ -133,6 +133,7 @@ def dropped_gradients(run: Run) -> None:
             run.writer.write("gradients_dropped", run.adapter.full_gradients(w))
         with run.adapter.no_sync(w):
             run.adapter.backward(w, run.adapter.forward(w, run.batch(98, 1), run.model.loss))
+        run.observe_unreduced(w)
         run.adapter.zero_grad(w)
     for step in (1, 2):
         with run.phase(f"step {step}"):

@@ -41,7 +41,7 @@ def second_world(case: Case, world: int) -> int | None:
         return None
     for option, known in (("kind", KINDS), ("ranks", RANKS)):
         if case.option(option) not in known:
-            raise unknown(f"option {option}= of {case}", case.option(option), known)
+            raise unknown(f"{option}=", case.option(option), known, where=f"in {case}")
     return RANKS[case.option("ranks")](world)
 
 

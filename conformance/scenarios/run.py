@@ -261,6 +261,9 @@ class Run:
         if seen.gradients is not None:
             self.writer.write("gradients", seen.gradients, step=step)
 
+    def observe_unreduced(self, w: Wrapped) -> None:
+        """What a backward under ``no_sync`` has left, which only the truth can show."""
+
     def observe_state(self, w: Wrapped, step: int, *, prefix: str = "") -> None:
         """Parameters, optimizer state and buffers after `step`, through the side doors."""
         with self.side_door():

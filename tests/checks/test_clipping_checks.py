@@ -14,7 +14,7 @@ from conformance.causes import Cause
 from conformance.checks import CHECKS, Ledger, clipping
 from conformance.checks.clipping import combined, norm_of
 from conformance.checks.gradients import GRADIENTS
-from tests.checks.literal import Story, cause, training
+from tests.checks.literal import Story, cause, first_mismatch, training
 
 AT = {"step": 1, "p": "2", "max_norm": 0.1}
 
@@ -234,3 +234,31 @@ def test_the_norm_of_the_whole_follows_from_its_parts(
     values = torch.tensor(numbers, dtype=torch.float64)
     parts = [float(part.norm(p)) for part in (values[:cut], values[cut:]) if part.numel()]
     assert combined(parts, p) == pytest.approx(float(values.norm(p)))
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spacings", [1, -3])
+def test_a_norm_that_was_added_up_in_a_short_dtype_is_named(short, spacings: int) -> None:
+    story = training()
+    nearest = float(torch.tensor(whole(story)).to(short))
+    spacing = torch.finfo(short).eps * 2 ** math.floor(math.log2(nearest))
+    story.instead("grad_norm", nearest + spacings * spacing, **AT)
+    assert cause("clip.norm", story) is Cause.DTYPE_ROUND_TRIP
+
+
+def test_a_norm_that_is_wrong_by_more_than_roundings_is_of_no_short_dtype() -> None:
+    story = training()
+    wrong = float(torch.tensor(whole(story) * 0.77).bfloat16())
+    story.instead("grad_norm", wrong, **AT)
+    assert cause("clip.norm", story) is Cause.UNEXPLAINED
+
+
+@pytest.mark.parametrize("p", [1.0, math.inf])
+def test_the_norm_with_another_p_is_named(p: float) -> None:
+    story = training()
+    tree = story.value("gradients", step=1)
+    story.instead("grad_norm", norm_of({n: tree[n] for n in ("body", "bias")}, p), **AT)
+    first = first_mismatch("clip.norm", story)
+    assert first is not None
+    assert first.cause is Cause.OTHER_NORM
+    assert first.sentence.endswith(": the norm with another p")

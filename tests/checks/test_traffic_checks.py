@@ -14,6 +14,7 @@ from conformance.adapter import Conventions
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Evidence, Ledger
+from conformance.checks.communication import ALIGNMENT
 from conformance.checks.sent import sent
 from conformance.history import NotObserved
 from tests.checks.literal import MODEL, Story
@@ -154,6 +155,15 @@ def test_parameters_travel_as_often_and_as_wide_as_declared(story, found) -> Non
     assert cause("collectives.bytes", story) is found
 
 
+def test_what_is_sent_too_often_is_told_with_how_often_is_declared() -> None:
+    ledger, judge = Ledger(), CHECKS["collectives.bytes"].judge
+    assert judge is not None
+    judge(evidence(step_of(gathers="once")), ledger)
+    first = ledger.first()
+    assert first is not None
+    assert " collectives, where each micro-batch gathers once, expected " in first.sentence
+
+
 WHOLE = ("all_reduce", TRAINED, "float32")
 
 
@@ -195,6 +205,26 @@ WHOLE = ("all_reduce", TRAINED, "float32")
     ],
 )
 def test_gradients_travel_once_to_where_they_are_needed(story, found) -> None:
+    assert cause("collectives.bytes", story) is found
+
+
+PART = ("reduce_scatter", TRAINED, "float32")
+
+
+@pytest.mark.parametrize(
+    ("claims", "reduce", "flags", "found"),
+    [
+        (REPLICATED, WHOLE, 4 + ALIGNMENT * 2, None),
+        (REPLICATED, WHOLE, 5 + ALIGNMENT * 2, Cause.UNEXPECTED_GRADIENT),
+        (SHARDED, PART, 4, None),
+    ],
+    ids=["one for each of four", "one more", "cut"],
+)
+def test_whether_there_are_gradients_may_be_said_in_their_dtype(
+    claims, reduce, flags: int, found: Cause | None
+) -> None:
+    story = step_of(claims, reduce=reduce)
+    send(story, reduce[0], "step 0/micro 1", flags)
     assert cause("collectives.bytes", story) is found
 
 

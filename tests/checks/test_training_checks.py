@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conformance.adapter import Conventions
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Evidence
 from conformance.checks.updates import stepped
 from conformance.judge import Judgement, Ran, judge
-from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR
+from conformance.optimizers import OPTIMIZERS, WHOLE_TENSOR, optimizer_named
 from conformance.ranks import RankVerdict
 from conformance.verdicts import Verdict
 from tests.checks import literal
@@ -289,15 +291,54 @@ def test_what_is_no_number_is_no_matter_of_scale() -> None:
     assert cause("gradients.value", story) is Cause.NON_FINITE
 
 
-def test_gradients_that_were_dropped_and_come_back_are_named() -> None:
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        (1.0, Cause.NOT_DROPPED),
+        (0.25, Cause.NOT_DROPPED),
+        (1.25, Cause.NOT_DROPPED),
+        (0.5, Cause.UNEXPLAINED),
+    ],
+    ids=["reduced", "unreduced", "both", "neither"],
+)
+def test_gradients_that_were_dropped_and_come_back_are_named(extra: float, found: Cause) -> None:
     story = training()
-    dropped = {
-        n: torch.ones_like(g) for n, g in story.value("gradients", step=0).items() if g is not None
-    }
-    story.see("gradients_dropped", dropped)
-    wrong = story.value("gradients", step=0)["bias"] + 1
+    like = {n: g for n, g in story.value("gradients", step=0).items() if g is not None}
+    story.see("gradients_dropped", {n: torch.ones_like(g) for n, g in like.items()})
+    story.see("gradients_unreduced", {n: torch.full_like(g, 0.25) for n, g in like.items()})
+    wrong = story.value("gradients", step=0)["bias"] + extra
     story.instead("gradients", {"bias": wrong}, step=0)
-    assert cause("gradients.value", story) is Cause.NOT_DROPPED
+    assert cause("gradients.value", story) is found
+
+
+def _states(optimizer: str, start: Tensor, gradients: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """What the optimizer keeps of the bias after a step with each of `gradients`."""
+    bias = nn.Parameter(start.clone())
+    own, states = optimizer_named(optimizer)([bias]), []
+    for gradient in gradients:
+        bias.grad = gradient.clone()
+        own.step()
+        kept = own.state[bias].items()
+        states.append({f"bias/{k}": v.clone() if torch.is_tensor(v) else v for k, v in kept})
+    return states
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_state_that_an_older_gradient_has_made_is_stale(optimizer: str) -> None:
+    story = training(optimizer=optimizer)
+    start = story.value("parameters", step=-1)["bias"]
+    first = story.value("gradients", step=0)["bias"]
+    due = _states(optimizer, start, [first, story.value("clipped", step=1)["bias"]])
+    story.seen = [
+        (what, where, [due[where["step"]]] * 2 if what == "optimizer_state" else of_ranks, moment)
+        for what, where, of_ranks, moment in story.seen
+    ]
+    assert cause("optimizer.state", story) is None
+    story.instead("optimizer_state", _states(optimizer, start, [first, first])[1], step=1)
+    assert cause("optimizer.state", story) is Cause.STALE
+    other = story.value("gradients_of_rank", 1, step=0)["bias"]
+    story.instead("optimizer_state", _states(optimizer, start, [first, other])[1], step=1)
+    assert cause("optimizer.state", story) is Cause.UNEXPLAINED
 
 
 def test_adam_hides_the_scale_of_a_gradient() -> None:

@@ -92,7 +92,7 @@ def test_expectations_survive_the_header(expected: Expectations) -> None:
 def test_a_line_without_pattern_or_reason_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "expected.txt"
     path.write_text(f"\n{line}\n")
-    with pytest.raises(UsageError, match=r"expected\.txt:2: .* is not 'finding pattern: reason'"):
+    with pytest.raises(UsageError, match=r"expected\.txt', line 2: .* is not 'finding pattern"):
         read_expectations(path)
 
 

@@ -109,7 +109,7 @@ def test_half_a_line_in_the_middle_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lines = [dumps({"kind": "header", "schema": 1, **header()}), '{"kind": "find', "{}"]
     path.write_text("\n".join(lines))
-    with pytest.raises(LogError, match=r"run\.jsonl:2: not JSON"):
+    with pytest.raises(LogError, match=r"run\.jsonl', line 2: not JSON"):
         read_log(path)
 
 
@@ -119,8 +119,8 @@ def test_half_a_line_in_the_middle_is_refused(tmp_path: Path) -> None:
         ("", "does not begin with a header"),
         ('{"kind": "finding"}\n', "does not begin with a header"),
         ('{"kind": "header", "schema": 99}\n', "has schema 99; this version reads 1"),
-        ('["header"]\n', r"run\.jsonl:1: not a line of a log"),
-        ('{"kind": "header", "schema": 1}\n{}\n', r"run\.jsonl:2: not a line of a log"),
+        ('["header"]\n', r"run\.jsonl', line 1: not a line of a log"),
+        ('{"kind": "header", "schema": 1}\n{}\n', r"run\.jsonl', line 2: not a line of a log"),
         ("\xff\xfe", "does not begin with a header"),
     ],
 )

@@ -131,10 +131,10 @@ def test_a_pass_without_a_mutant_that_shows_here_has_no_power(monkeypatch) -> No
 # -- probes -----------------------------------------------------------------------------------
 
 
-def claimed(*verdicts: str) -> Finding:
+def claimed(*verdicts: str, first: str = "check.number0") -> Finding:
     planned = planned_again(CASE, ("gradients", "no_sync"), CHOSEN)
     findings = [
-        finding(verdict, f"check.number{n}", sentence=f"sentence {n}")
+        finding(verdict, f"check.number{n}" if n else first, sentence=f"sentence {n}")
         for n, verdict in enumerate(verdicts)
     ]
     return claim_finding(planned, findings)
@@ -155,6 +155,23 @@ def test_a_probe_that_goes_wrong_is_no_failure(verdict: str) -> None:
     assert found.verdict is Verdict.UNSUPPORTED
     assert found.where["works"] is False
     assert found.sentence == "not claimed, and it does not work here: check.number1: sentence 1"
+
+
+def test_a_check_that_needs_another_claim_says_nothing_of_a_probe() -> None:
+    found = claimed("PASS", "PASS", "UNSUPPORTED", first="run.completed")
+    assert found.where["works"] is True
+    assert "(run.completed, check.number1 pass): you may claim" in found.sentence
+    found = claimed("PASS", "UNSUPPORTED", first="run.completed")
+    assert found.where["works"] is False
+    assert found.sentence == (
+        "not claimed, and nothing judged whether it works here: check.number1: sentence 1"
+    )
+
+
+def test_a_probe_that_the_wrapper_refuses_to_build_does_not_work() -> None:
+    found = claimed("UNSUPPORTED", "UNSUPPORTED", first="run.completed")
+    assert found.where["works"] is False
+    assert found.sentence == "not claimed, and it does not work here: run.completed: sentence 0"
 
 
 def test_the_id_of_a_probe_names_its_capabilities() -> None:

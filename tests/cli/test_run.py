@@ -142,7 +142,8 @@ def test_recheck_sees_a_changed_history(folder: Path, log: Log, tmp_path: Path, 
     shown = capsys.readouterr().out.splitlines()
     changed = [line for line in shown if line.startswith("changed: ")]
     (own,) = [line for line in changed if " clip.gradients@" in line]  # others may name it
-    assert "the wrapper's run lacks clipped {'step': 1} was not observed" in own
+    told = "the wrapper's run lacks clipped at step 1: does the adapter's own step() call"
+    assert f"{told} w.observe('clipped')?" in own
 
 
 @pytest.mark.usefixtures("forkserver")

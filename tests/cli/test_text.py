@@ -16,7 +16,7 @@ from conformance.report.detail import repeated_text
 from conformance.report.lines import Reported, Role, finding_line
 from conformance.report.plain import case_lines, finding_text
 from conformance.report.text import report_text
-from conformance.report.words import WIDTH, shortened
+from conformance.report.words import WIDTH, number, shortened
 from conformance.verdicts import Finding
 from tests.cli.literal import ADAPTER, CASE, control, finding, judged, log_of
 
@@ -81,6 +81,22 @@ def test_a_case_is_told_by_its_reasons_and_not_by_its_checks() -> None:
     assert line.endswith("#0 (control)  1 check")
 
 
+@pytest.mark.parametrize(
+    ("count", "noun", "words"),
+    [
+        (0, "case", "0 cases"),
+        (1, "micro-batch", "1 micro-batch"),
+        (2, "micro-batch", "2 micro-batches"),
+        (1, "entry", "1 entry"),
+        (3, "entry", "3 entries"),
+        (3, "key", "3 keys"),
+        (2, "process", "2 processes"),
+    ],
+)
+def test_a_number_has_its_noun_in_the_right_form(count: int, noun: str, words: str) -> None:
+    assert number(count, noun) == words
+
+
 def test_a_long_sentence_is_cut_between_words_on_screen_only() -> None:
     long = "phase 'build' raised on rank 0: ValueError: " + "unusual words " * 40
     one = judged("FAIL", cause=Cause.EXCEPTION, sentence=long)
@@ -122,6 +138,7 @@ def test_what_was_asked_for_is_told_first_and_what_was_not_seen_is_counted() -> 
     ("findings", "told"),
     [
         ([], "recheck: nothing was judged"),
+        ([judged()], "recheck: the finding is the same (1 judged)"),
         ([judged(), control()], "recheck: all 2 findings are the same (1 judged, 1 control)"),
     ],
 )

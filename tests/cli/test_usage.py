@@ -43,6 +43,7 @@ def command(monkeypatch, *arguments: str) -> int:
         (["run", "torch.fuly_shard"], "did you mean torch.fully_shard"),
         (["run", "no_such_module:Adapter"], "cannot import no_such_module"),
         ([*RUN, "--variant", "defalt"], "did you mean default"),
+        ([*RUN, "--variant", "zzz"], " of torch.fully_shard; known: default; hybrid; hybrid,rep"),
         ([*RUN, "--check", "gradients.valu"], "did you mean gradients.value"),
         ([*RUN, "--model", "mpl"], "did you mean mlp"),
         ([*RUN, "--profile", "cor"], "did you mean core? known: checkpoint, communication, core"),
@@ -52,12 +53,15 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--depth", "ful"], "no depth 'ful'; did you mean full? known: full, narrow, wide"),
         ([*RUN, "--case", "*/trian/*"], "fsdp-conformance list cases shows all"),
         ([*RUN, "--world", "0"], "--world 0: a run needs at least 1 rank"),
-        ([*RUN, "--world", "two"], ": --world two: expected a number of ranks, such as 2\n"),
-        ([*RUN, "--jobs", "1.5"], ": --jobs 1.5: expected a whole number\n"),
-        ([*RUN, "--timeout", "soon"], ": --timeout soon: expected a number of seconds\n"),
+        ([*RUN, "--world", "two"], ": --world 'two': expected a number of ranks, such as 2\n"),
+        ([*RUN, "--jobs", "1.5"], ": --jobs '1.5': expected a whole number\n"),
+        ([*RUN, "--timeout", "soon"], ": --timeout 'soon': expected a number of seconds\n"),
         ([*RUN, "--device", "cpuu"], "no device 'cpuu'; did you mean cpu? known: auto, cpu"),
-        (["selftest", "--page", "none/page.md"], "--page none/page.md: there is no folder none"),
-        (["selftest", "--page", "."], "--page .: is a folder; name a file"),
+        (
+            ["selftest", "--page", "none/page.md"],
+            "--page 'none/page.md': there is no folder 'none'",
+        ),
+        (["selftest", "--page", "."], "--page '.': is a folder; name a file"),
         ([*RUN, "--jobs", "0"], "--jobs 0: at least 1"),
         ([*RUN, "--seed", "-1"], "--seed -1: at least 0"),
         (["fuzz", "torch.fully_shard", "--seed", "-1"], "--seed -1: at least 0"),
@@ -69,9 +73,13 @@ def command(monkeypatch, *arguments: str) -> int:
             ["repro", "losses.value@torch.fully_shard/mlp/train#0", "--timeout", "0"],
             "--timeout 0: more than 0 seconds",
         ),
-        ([*RUN, "--expect", "missing.txt"], "--expect missing.txt: No such file"),
+        ([*RUN, "--expect", "missing.txt"], "--expect 'missing.txt': No such file"),
+        ([*RUN, "--expect", ""], ": --expect '': expected a name\n"),
+        (["selftest", "--page", ""], ": --page '': expected a name\n"),
+        (["recheck", ""], ": directory '': expected a name\n"),
         ([*RUN, "--devise", "cpu"], "--device"),
-        (["run"], "Missing argument"),
+        (["run"], "Missing argument 'ADAPTER'; see fsdp-conformance run --help\n"),
+        (["selftest", "all"], "argument(s) (all); see fsdp-conformance selftest --help\n"),
         (["rnu", "torch.fully_shard"], "no command 'rnu'; did you mean run"),
         (["list", "chekcs"], "no list 'chekcs'; did you mean checks"),
         (["repro", "losses.value"], "is not a finding id"),
@@ -79,7 +87,10 @@ def command(monkeypatch, *arguments: str) -> int:
         (["repro", "losses.value@torch.fully_shard/mpl/train#0"], "did you mean mlp"),
         (["repro", "losses.value@torch.fully_shard/mlp/trian#0"], "did you mean train"),
         (["repro", "losses.value@torch.fully_shard[x]/mlp/train#0"], "no variant"),
-        (["repro", "state_dict.keys@torch.fully_shard/mlp/train#0"], "says nothing about"),
+        (
+            ["repro", "state_dict.keys@torch.fully_shard/mlp/train#0"],
+            "check 'state_dict.keys' says nothing about the case 'mlp/train'\n",
+        ),
         (
             ["repro", "losses.value@torch.fully_shard/mlp/train#0", "--mutant", "last_step_los"],
             "did you mean last_step_lost",
@@ -88,11 +99,11 @@ def command(monkeypatch, *arguments: str) -> int:
         (["fuzz", "torch.fuly_shard"], "did you mean torch.fully_shard"),
         (["fuzz", "torch.fully_shard", "--examples", "0"], "--examples 0: at least 1"),
         (["fuzz", "torch.fully_shard", "--variant", "defalt"], "did you mean default"),
-        (["fuzz", "torch.fully_shard", "--world", "1,two"], "--world 1,two: expected numbers"),
+        (["fuzz", "torch.fully_shard", "--world", "1,two"], "--world '1,two': expected numbers"),
         (["fuzz", "torch.fully_shard", "--world", "2,0"], "--world 0: a run needs at least 1 rank"),
         (
             ["fuzz", "torch.fully_shard", "--world", "1", "--variant", "*replicas=2"],
-            "--world 1: too few ranks for the replicas of any variant",
+            "--world '1': too few ranks for the replicas of any variant",
         ),
         (
             ["fuzz", "torch.fully_shard", "--mutant", "last_step_los"],
@@ -109,8 +120,8 @@ def command(monkeypatch, *arguments: str) -> int:
             "acts='' is not a sequence of letters",
         ),
         (["recheck", "."], "holds no run.jsonl"),
-        (["recheck", "nowhere"], "recheck nowhere: there is no folder nowhere\n"),
-        (["recheck", __file__], f"recheck {__file__}: {__file__} is no folder\n"),
+        (["recheck", "nowhere"], ": recheck: there is no folder 'nowhere'\n"),
+        (["recheck", __file__], f": recheck: {__file__!r} is no folder\n"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
@@ -240,6 +251,28 @@ class Choices(Base):
 
 class Replicas(Base):
     replicas = "2"
+
+
+class Misspelt(Base):
+    def nosync(self, w):
+        raise AssertionError
+
+
+class Claim(Base):
+    capabilites = frozenset()
+
+
+class Helpers(Base):
+    replicas = "no slip above, so this is told"
+
+    def _nosync(self, w):
+        raise AssertionError
+
+    def full_params(self, w):
+        raise AssertionError
+
+    def full_parameters(self, w):
+        raise AssertionError
 """
 
 
@@ -287,7 +320,7 @@ class Replicas(Base):
         (
             CANNOT_BE_SET_UP,
             "{}:Claims",
-            "(claimed by {}:Claims) 'gradient'; did you mean gradients",
+            "no capability 'gradient' (claimed by {}:Claims); did you mean gradients",
         ),
         (CANNOT_BE_SET_UP, "{}:NoMapping", "on the class, such as"),
         (
@@ -301,11 +334,19 @@ class Replicas(Base):
             "{}:Choices",
             "must be a conformance.Conventions; got {'buffers': 'rank0'}",
         ),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Misspelt",
+            "adapter '{}:Misspelt': nothing asks for 'nosync'; did you mean no_sync? (name a helper"
+            " with _ in front)",
+        ),
+        (CANNOT_BE_SET_UP, "{}:Claim", "for 'capabilites'; did you mean capabilities? ("),
+        (CANNOT_BE_SET_UP, "{}:Helpers", "replicas must be an int of at least 1; got 'no slip"),
         (CANNOT_BE_SET_UP, "{}:Replicas", "replicas must be an int of at least 1; got '2'"),
         (
             "import conformance\nconformance.Conventions(buffers='rank1')",
             "{}:Mine",
-            "importing {} raised UsageError: no choice of Conventions.buffers 'rank1'; did you"
+            "importing {} raised UsageError: no choice 'rank1' of Conventions.buffers; did you"
             " mean rank0? known: local, rank0 (TMP/{}.py, line 2)",
         ),
         ("raise SystemExit(0)", "{}:Mine", "importing {} raised SystemExit: 0 (TMP/{}.py, line 1)"),
@@ -332,9 +373,9 @@ def test_a_name_that_leads_to_no_adapter_is_answered_with_those_that_are_there(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"# caf\xc3\xa9\na@b: r\xe9sum\xe9", "mine:2: byte 0xe9 is not UTF-8 text"),
-        (b"losses.value: no adapter", "mine:1: 'losses.value: no adapter' is not 'finding"),
-        (None, "mine: Is a directory"),
+        (b"# caf\xc3\xa9\na@b: r\xe9sum\xe9", "mine', line 2: byte 0xe9 is not UTF-8 text"),
+        (b"losses.value: no adapter", "mine', line 1: 'losses.value: no adapter' is not 'finding"),
+        (None, "mine': Is a directory"),
     ],
 )
 def test_a_file_of_expectations_that_cannot_be_read_is_wrong_usage(
@@ -358,7 +399,7 @@ def test_a_folder_that_holds_anything_else_is_refused(tmp_path: Path, name: str)
     with pytest.raises(UsageError) as refused, _folder(tmp_path):
         pass
     assert str(refused.value) == (
-        f"--out {tmp_path}: holds what is not of a run, such as {name};"
+        f"--out {str(tmp_path)!r}: holds what is not of a run, such as {name!r};"
         " name a new or an empty folder"
     )
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -458,6 +499,12 @@ def test_what_is_not_installed_has_no_version(monkeypatch) -> None:
     assert versions()["torch"] == versions()["fsdp-conformance"] == "not installed"
 
 
+def test_the_help_has_the_short_name_that_hands_know(monkeypatch, capsys) -> None:
+    for arguments in (["--help"], ["-h"], ["fuzz", "-h"]):
+        assert command(monkeypatch, *arguments) == 0
+        assert "-h, --help" in capsys.readouterr().out
+
+
 def test_the_help_of_run_names_every_profile_and_what_depth_is_taken(monkeypatch, capsys) -> None:
     assert command(monkeypatch, "run", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -473,7 +520,7 @@ def test_a_folder_that_cannot_be_made_is_said_to_be(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert command(monkeypatch, *RUN, "--out", str(tmp_path / name)) == EXIT_USAGE
-    assert f"{name}: cannot make the folder: {why}" in capsys.readouterr().err
+    assert f"{name}': cannot make the folder: {why}" in capsys.readouterr().err
 
 
 def test_a_fault_of_ours_has_a_status_of_its_own(monkeypatch, capsys) -> None:

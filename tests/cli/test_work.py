@@ -130,7 +130,7 @@ def test_several_patterns_of_variants_add_up() -> None:
     names = list(make_adapter(DDP)[0].variants)
     work = work_of(Selection(adapters=(DDP,), variants=(names[1], names[0])))
     assert [subject.variant for subject, _ in work.subjects] == names[:2]
-    with pytest.raises(UsageError, match=r"no variant of .* 'nope'"):
+    with pytest.raises(UsageError, match=r"no variant 'nope' of .*; known: "):
         work_of(Selection(adapters=(DDP,), variants=(names[0], "nope")))
 
 
@@ -154,11 +154,17 @@ def test_optimizers_of_whole_parameters_are_asked_of_who_claims_them() -> None:
     assert asked(ALL - {"optimizer.whole"}) == set()
 
 
-@pytest.mark.parametrize("name", ["recomputed", "adapted", "scalar", "varying"])
+@pytest.mark.parametrize("name", ["recomputed", "adapted", "scalar"])
 def test_a_singular_model_takes_one_training_and_one_checkpoint(name: str) -> None:
     own = [c for c in planned() if c.model == name]
     kinds = [c.scenario for c in own if c.scenario in TRAINING | {"checkpoint"}]
-    assert sorted(kinds) == sorted(["checkpoint", "varying" if name == "varying" else "train"])
+    assert sorted(kinds) == ["checkpoint", "train"]
+
+
+def test_what_takes_part_varies_from_step_to_step_and_from_micro_batch_to_micro_batch() -> None:
+    own = [c for c in planned() if c.model == "varying"]
+    assert {c.accumulation for c in own if c.scenario == "varying"} == {1, 3}
+    assert sorted(c.scenario for c in own if c.scenario != "varying") == ["checkpoint"]
 
 
 def test_recipes_are_asked_of_the_models_that_show_something() -> None:
@@ -238,7 +244,7 @@ def test_only_completion_can_be_asked_of_every_case() -> None:
     ("fields", "message"),
     [
         ({"adapters": ("torch.fuly_shard",)}, "did you mean torch.fully_shard"),
-        ({"variants": ("defalt",)}, f"no variant of {DDP} 'defalt'; did you mean default"),
+        ({"variants": ("defalt",)}, f"no variant 'defalt' of {DDP}; did you mean default"),
         ({"checks": ("losses.valu",)}, "did you mean losses.value"),
         ({"models": ("mpl",)}, "did you mean mlp"),
         ({"profiles": ("cor",)}, "did you mean core"),

@@ -31,7 +31,7 @@ def test_no_other_choice_can_be_made(name: str, wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("buffers", "rank1", "no choice of Conventions.buffers 'rank1'; did you mean rank0?"),
+        ("buffers", "rank1", "no choice 'rank1' of Conventions.buffers; did you mean rank0?"),
         ("unused_grad", "nonne", "did you mean none? known: none, unit, zero"),
         ("gradients", None, "Conventions: gradients must be 'mean' or 'sum'; got None"),
         (

@@ -61,3 +61,10 @@ def test_the_part_of_a_traceback_begins_outside_of_the_suite(frames: str, kept: 
 
 def test_nothing_raised_is_an_empty_text() -> None:
     assert (user_place(""), first_line(None), first_line(" a b \nc")) == ("", "", "a b")
+
+
+def test_a_line_that_announces_the_next_one_is_told_with_it() -> None:
+    assert (
+        first_line("Error: in loading:\n\tMissing: x.\n\tMore") == "Error: in loading: Missing: x."
+    )
+    assert first_line("Error: in loading:\n") == "Error: in loading:"

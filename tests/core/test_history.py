@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from conformance.history import History, HistoryWriter, NotObserved, flatten
+from conformance.ranks.records import CollectiveRecord
 
 
 def write(directory: Path, rank: int, *, virtual: bool = False) -> HistoryWriter:
@@ -76,20 +78,46 @@ def test_a_number_comes_back_bit_for_bit(
         assert bool(found.real.signbit()) == bool(value.real.signbit())
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_stands_in_lines_that_every_reader_takes(
     tmp_path: Path, number: float
 ) -> None:
     def refused(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    writer = HistoryWriter(tmp_path, 0, {"world": 1})
+    value = [number, {"lr": 0.5, "betas": (0.9, number)}, None]
+    writer = HistoryWriter(tmp_path, 0, {"world": 1, "timeout": number})
     writer.write("loss", torch.tensor(number, dtype=torch.bfloat16))
+    writer.write("scale", number, limit=number)
+    writer.write("hyperparameters", value)
+    writer.write("state", {"step": number, "text": json.dumps(number)})
+    own = {"op": "barrier", "group": "0", "group_ranks": (0,), "stream": "0"}
+    writer.collectives([CollectiveRecord(index=0, nth=1, left=number, **own)])
     for line in (tmp_path / "rank0.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refused)
-    found = History.read(tmp_path, 1).get(0, "loss")  # of a rank that was killed
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found.nan_to_num(7.0), torch.tensor(number).bfloat16().nan_to_num(7.0))
+    (rank,) = History.read(tmp_path, 1).ranks  # one that was killed
+    loss, scale, options, state = rank.observations
+    assert loss.value.dtype == torch.bfloat16
+    read = [loss.value.item(), scale.value, scale.where["limit"], options.value[0]]
+    read += [options.value[1]["betas"][1], state.value["step"], rank.collectives[0]["left"]]
+    assert [repr(found) for found in [*read, rank.header["timeout"]]] == [repr(number)] * 8
+    assert options.value[1]["lr"] == 0.5
+    assert state.value["text"] == json.dumps(number)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_read_in_the_words_of_earlier_versions(
+    tmp_path: Path, number: float
+) -> None:
+    seen = {"kind": "observation", "where": {}, "moment": [0, 0]}
+    lines = [
+        {"kind": "header", "schema": 1, "rank": 0, "world": 1},
+        {**seen, "what": "loss", "value": {"json": json.dumps(number), "dtype": "float32"}},
+        {**seen, "what": "scale", "value": {"json": number}},
+    ]
+    (tmp_path / "rank0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    history = History.read(tmp_path, 1)
+    assert repr(history.get(0, "loss").item()) == repr(history.get(0, "scale")) == repr(number)
 
 
 def test_a_rank_that_wrote_nothing_is_empty(tmp_path: Path) -> None:

@@ -262,7 +262,39 @@ def test_a_later_cause_of_its_own_is_kept_and_says_what_came_before() -> None:
     story.instead("parameters", story.value("parameters", step=0), step=1)
     _, end = _judged(story, "parameters.end", "gradients.value")
     assert end.cause is Cause.STALE
-    assert end.sentence.endswith("the value of an earlier step (after gradients.value)")
+    assert end.sentence.endswith(
+        "the value of an earlier step, or made from one (after gradients.value)"
+    )
+
+
+def test_of_one_phase_the_finding_that_names_a_defect_is_told_first() -> None:
+    story = training()
+    story.instead("eval_loss", torch.tensor(1.2345), rank=1, index=0)
+    buffers = {"mean": story.value("buffers_after_eval", index=0)["mean"] + 1.0}
+    story.instead("buffers_after_eval", buffers, index=0)
+    named, loss = _judged(story, "losses.value", "eval.unchanged")
+    assert (named.check, named.cause) == ("eval.unchanged", Cause.CHANGED_BY_EVAL)
+    assert "first" not in named.where
+    assert (loss.check, loss.cause) == ("losses.value", Cause.FOLLOWS)
+    assert loss.sentence.endswith(": follows from what eval.unchanged found")
+
+
+def test_what_a_later_phase_names_is_told_later() -> None:
+    story = training()
+    story.instead("loss", torch.tensor(1.2345), rank=1, step=1, micro=0)
+    buffers = {"mean": story.value("buffers_after_eval", index=0)["mean"] + 1.0}
+    story.instead("buffers_after_eval", buffers, index=0)
+    loss, named = _judged(story, "losses.value", "eval.unchanged")
+    assert (loss.check, loss.cause) == ("losses.value", Cause.UNEXPLAINED)
+    assert named.sentence.endswith("(after losses.value)")
+
+
+def test_what_is_sent_is_not_told_before_a_value_of_its_phase() -> None:
+    story = training(accumulation=2)
+    story.instead("loss", torch.tensor(1.2345), rank=1, step=0, micro=0)
+    story.collective("all_reduce", "step 0/micro 1")
+    first, _ = _judged(story, "losses.value", "no_sync.collectives")
+    assert (first.check, first.cause) == ("losses.value", Cause.UNEXPLAINED)
 
 
 def test_no_value_follows_from_what_is_sent() -> None:

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from conformance.adapter import Conventions
-from conformance.execute import STEPS_OF_A_SEED, OracleRequest, drawn_step, own_batches
+from conformance.execute import STEPS_OF_A_SEED, OracleRequest, drawn_batch, drawn_step, own_batches
 from conformance.models import Batch, case
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn_yet() -> None:
+    drawn_batch.cache_clear()
 
 
 def batches_of(seed: int, model: str = "mlp") -> list[torch.Tensor]:
@@ -17,16 +22,18 @@ def batches_of(seed: int, model: str = "mlp") -> list[torch.Tensor]:
     return [draw(step, micro)[0] for step in range(2) for micro in range(2)]
 
 
-def drawing_of(seed: int, model: str = "mlp") -> Callable[[int, int], Batch]:
+def drawing_of(
+    seed: int, model: str = "mlp", *, rank: int = 1, scenario: str = "train"
+) -> Callable[[int, int], Batch]:
     request = OracleRequest(
         world=2,
         conventions=Conventions(),
         capabilities=(),
-        case=f"{model}/train",
+        case=f"{model}/{scenario}",
         seed=seed,
         directory="",
     )
-    return own_batches(request, 1, torch.device("cpu"), torch.float32)
+    return own_batches(request, rank, torch.device("cpu"), torch.float32)
 
 
 def test_seed_0_draws_what_the_model_case_draws() -> None:
@@ -37,6 +44,26 @@ def test_seed_0_draws_what_the_model_case_draws() -> None:
 def test_no_two_seeds_draw_the_same() -> None:
     drawn = [batch for seed in range(4) for batch in batches_of(seed)]
     assert len({batch.numpy().tobytes() for batch in drawn}) == len(drawn)
+
+
+def test_the_cases_of_a_model_draw_a_batch_once() -> None:
+    first, second = drawing_of(0), drawing_of(0, scenario="checkpoint/kind=full,options=default")
+    assert first(1, 1) is second(1, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: drawing_of(1)(1, 1),
+        lambda: drawing_of(0, "uneven")(1, 1),
+        lambda: drawing_of(0, rank=0)(1, 1),
+        lambda: drawing_of(0)(0, 1),
+        lambda: drawing_of(0)(1, 0),
+    ],
+    ids=["seed", "model", "rank", "step", "micro-batch"],
+)
+def test_what_tells_batches_apart_draws_another(other: Callable[[], Batch]) -> None:
+    assert not torch.equal(drawing_of(0)(1, 1)[0], other()[0])
 
 
 @pytest.mark.parametrize("seed", [1, 7])

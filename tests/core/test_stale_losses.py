@@ -12,6 +12,7 @@ from conformance.adapter import Conventions
 from conformance.execute import OracleRequest, VirtualWriter, run_truth, virtual_batches
 from conformance.history import History, as_tensor
 from conformance.oracle import VirtualRanks
+from conformance.oracle_run import copied
 from conformance.scenarios.carriers import Held
 
 CPU = torch.device("cpu")
@@ -43,3 +44,26 @@ def test_a_stale_loss_is_that_of_the_weights_before_the_last_step_of_any_kind(
         expected = model.loss(module, batch(2, 0).values[rank])
         torch.testing.assert_close(stale, expected.detach())
         assert not torch.equal(stale, as_tensor(history.get(rank, "loss", step=2, micro=0)))
+
+
+def test_a_copy_of_a_model_shares_neither_weights_nor_hooks_with_it() -> None:
+    module = models.case("mlp").build()
+    inner = next(iter(module.children()))
+    inner.register_forward_hook(lambda *_: called.append("both"))
+    called: list[str] = []
+    copy = copied(module)
+    assert not {p.data_ptr() for p in module.parameters()} & {
+        p.data_ptr() for p in copy.parameters()
+    }
+    for part in module.modules():
+        part.register_forward_pre_hook(lambda *_: called.append("original"))
+    next(iter(copy.children())).register_forward_pre_hook(lambda *_: called.append("copy"))
+    copy(models.case("mlp").batch(0, 0, 0)[0])
+    assert called == ["copy", "both"]
+
+
+def test_a_copy_keeps_ties() -> None:
+    module = models.case("transformer").build()
+    names = [name for name, _ in module.named_parameters()]
+    assert [name for name, _ in copied(module).named_parameters()] == names
+    assert len(names) < len([*module.named_parameters(remove_duplicate=False)])

@@ -137,6 +137,25 @@ def test_of_few_elements_the_noise_is_not_that_of_another_place() -> None:
     assert bounds == [0.5, 0.0, 0.25, 0.0]
 
 
+def test_of_few_elements_the_noise_is_not_that_of_another_tensor() -> None:
+    def seen(*values: float) -> History:
+        trees = ({"a": torch.tensor([a]), "b": torch.tensor([0.0])} for a in values)
+        made = tuple(
+            Observation(what=what, where={"step": 0}, value=tree, moment=(0, place))
+            for place, (what, tree) in enumerate(zip(("gradients", "clipped"), trees, strict=True))
+        )
+        return History(ranks=(RankHistory(rank=0, observations=made),), virtual=True)
+
+    made = seen(0.0, 0.0)
+    oracle = Oracle(reference=made, double=seen(0.5, 0.25), reversed=made)
+    bounds = [
+        oracle.bound(0, what, {"step": 0}, key) / FACTOR
+        for what in ("gradients", "clipped")
+        for key in ("a", "b")
+    ]
+    assert bounds == [0.5, 0.0, 0.25, 0.0]
+
+
 GROUP = {"betas": [0.9, 0.99], "momentum": 0.5}
 
 
