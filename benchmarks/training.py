@@ -244,6 +244,10 @@ def run(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     device = torch.device(args.device) if args.device == "cpu" else torch.device(args.device, rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(rank)
+        # Cores of its own, so that threads of two ranks do not meet on one.
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // args.world
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
     dist.init_process_group(
         init_method=f"file://{rendezvous}",
         rank=rank,

@@ -101,10 +101,15 @@ def check_declarations(name: str, adapter: Adapter) -> None:
 
 
 def _check_spelling(name: str, cls: type[Adapter]) -> None:
-    """See that nothing is nearly called as a verb of which the default would be taken instead."""
+    """See that nothing is nearly called as a verb of which the default would be taken instead.
+
+    A method is compared with methods, and a value with values.
+    """
     left = [verb for verb in vars(Adapter) if getattr(cls, verb) is getattr(Adapter, verb)]
     for own in sorted(set(dir(cls)) - set(dir(Adapter))):
-        near = [] if own.startswith("_") else get_close_matches(own, left, 1, MISSPELT)
+        method = callable(getattr(cls, own))
+        alike = [verb for verb in left if callable(getattr(Adapter, verb)) == method]
+        near = [] if own.startswith("_") else get_close_matches(own, alike, 1, MISSPELT)
         if near:
             raise UsageError(
                 f"adapter {name!r}: nothing asks for {own!r}; did you mean {near[0]}? (name a"

@@ -197,8 +197,8 @@ def test_cases_and_depth_choose_as_those_of_the_command_do() -> None:
         ({"cases": "mlp/trian/*"}, r"no case 'mlp/trian/\*'; did you mean 'mlp/train/\*'"),
         ({"depth": "ful"}, "no depth 'ful'; did you mean full"),
         ({"world": 0}, r"^world=0: a run needs at least 1 rank"),
-        ({"expect": "missing.txt"}, r"^expect missing.txt: No such file"),
-        ({"expect": "the--old.txt"}, r"^expect the--old.txt: No such file"),
+        ({"expect": "missing.txt"}, r"^expect 'missing.txt': No such file"),
+        ({"expect": "the--old.txt"}, r"^expect 'the--old.txt': No such file"),
         ({"world": 10**6}, r"^world=1000000: a rank takes at least"),
     ],
 )
