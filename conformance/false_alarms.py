@@ -60,6 +60,8 @@ OPTIONS = "conformance.adapters.fsdp_wrapper:PairsAdapter"
 PLAIN_MODELS = ("mlp", "transformer")
 JOBS_OF_ONE = 4
 """Cases at once in one process: what it can judge, one after another, while their ranks work."""
+LONGEST_LINE = 2**20
+"""Bytes; others add to the record, too, and a longer line could be torn by one of theirs."""
 RECORD = "runs.jsonl"
 PAGE = "false-alarms.md"
 
@@ -267,7 +269,7 @@ def _kept(runs: Sequence[Planned], out: Path, *, jobs: int, until: float) -> lis
 
 def _record(runs: Sequence[Planned], path: Path, *, jobs: int, until: float) -> None:
     """Judge the runs and add each to the record, to which others may be adding."""
-    with path.open("a", encoding="utf-8") as record:
+    with path.open("a", encoding="utf-8", buffering=LONGEST_LINE) as record:  # one write each
         for finished in judged(runs, jobs=jobs, until=until):
             record.write(line_of(finished))
             record.flush()
@@ -277,7 +279,7 @@ def _record(runs: Sequence[Planned], path: Path, *, jobs: int, until: float) -> 
 def _share_out(runs: Sequence[Planned], path: Path, *, processes: int, until: float) -> None:
     """The same in several processes, one for each group of runs: in one, judging takes turns.
 
-    What a process fails at is not done, and stands on the standard error.
+    What a process fails at is not done; that it failed stands on the standard error.
     """
     spawn = multiprocessing.get_context("spawn")  # sessions have threads, which are not forked
 
@@ -287,6 +289,10 @@ def _share_out(runs: Sequence[Planned], path: Path, *, processes: int, until: fl
         apart = spawn.Process(target=_record_apart, args=(group, path, until, os.getpid()))
         apart.start()
         apart.join()
+        if apart.exitcode:  # one that was killed has said nothing itself
+            place = f"{group[0].block.world} ranks, seed {group[0].seed}"
+            what = f"the process for {place} ended with status {apart.exitcode}"
+            sys.stderr.write(f"{what}: what it has not recorded is not done\n")
 
     groups = [list(group) for _, group in groupby(runs, key=_together)]
     with ThreadPoolExecutor(processes) as threads:

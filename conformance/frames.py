@@ -16,7 +16,7 @@ _SCENARIOS = re.compile(r"/scenarios/[^/]+$")
 
 def first_line(text: str | None) -> str:
     """The first line of a message, whole; with the next one, if it only announces that."""
-    lines = [line.strip() for line in (text or "").strip().splitlines()] or [""]
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()] or [""]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from conformance.plan import Planned
-from conformance.verdicts import COMPLETED, Finding, Verdict
+from conformance.verdicts import COMPLETED, REFUSED, Finding, Verdict
 
 CLAIM_PREFIX = "claim."
 
@@ -14,11 +14,16 @@ CLAIM_PREFIX = "claim."
 def claim_finding(planned: Planned, findings: Sequence[Finding]) -> Finding:
     """One UNSUPPORTED finding for the capabilities that `planned` tried out.
 
-    A check that needs yet another capability says nothing of these; a refused build does.
+    A check that needs yet another capability says nothing of these, nor does a machine with too few
+    devices; a refused build does.
     """
     names = " and ".join(planned.probe)
     passed = [f.check for f in findings if f.verdict is Verdict.PASS]
-    unjudged = [f for f in findings if f.verdict is Verdict.UNSUPPORTED and f.check != COMPLETED]
+    unjudged = [
+        f
+        for f in findings
+        if f.verdict is Verdict.UNSUPPORTED and not f.sentence.startswith(REFUSED)
+    ]
     bad = next((f for f in findings if f.verdict is not Verdict.PASS and f not in unjudged), None)
     works = bad is None and any(check != COMPLETED for check in passed)
     if works:

@@ -17,8 +17,9 @@ from conformance.adapter import Adapter, Conventions
 from conformance.errors import UsageError, unknown
 from conformance.names import CAPABILITIES
 
-MISSPELT = 0.8
-"""How alike a name is to a verb, of `difflib`, that can only be a slip."""
+MISSPELT = 0.9
+"""How alike a name is to a verb, of `difflib`, that can only be a slip: helpers called
+``load_optimizer_state`` or ``saved`` are 0.89."""
 
 
 @contextmanager
@@ -105,11 +106,16 @@ def _check_spelling(name: str, cls: type[Adapter]) -> None:
 
     A method is compared with methods, and a value with values.
     """
-    left = [verb for verb in vars(Adapter) if getattr(cls, verb) is getattr(Adapter, verb)]
-    for own in sorted(set(dir(cls)) - set(dir(Adapter))):
+    public = [verb for verb in vars(Adapter) if not verb.startswith("_")]
+    left = [verb for verb in public if getattr(cls, verb) is getattr(Adapter, verb)]
+    # what comes from other bases is called as these need it
+    written = {own for base in cls.__mro__ if issubclass(base, Adapter) for own in vars(base)}
+    for own in sorted(written - set(dir(Adapter))):
+        if own.startswith("_"):
+            continue
         method = callable(getattr(cls, own))
         alike = [verb for verb in left if callable(getattr(Adapter, verb)) == method]
-        near = [] if own.startswith("_") else get_close_matches(own, alike, 1, MISSPELT)
+        near = get_close_matches(own, alike, 1, MISSPELT)
         if near:
             raise UsageError(
                 f"adapter {name!r}: nothing asks for {own!r}; did you mean {near[0]}? (name a"

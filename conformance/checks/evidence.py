@@ -323,9 +323,9 @@ class _Pair:
             return None
         cause = Cause.MISSING_GRADIENT if self.got[key] is None else Cause.UNEXPECTED_GRADIENT
         text = MEANING[cause]
-        return (
-            (Cause.STALE, f"{text}, {MEANING[Cause.STALE]}") if self._stays(key) else (cause, text)
-        )
+        if self._stays(key):
+            return Cause.STALE, f"{text}: the one of the step before"
+        return cause, text
 
     def _stays(self, key: str) -> bool:
         """Whether an entry is, bit for bit, the one of the step before, and not zero."""

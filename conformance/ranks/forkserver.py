@@ -81,11 +81,12 @@ def _compiler_cache_in(root: str) -> Iterator[None]:
     if _COMPILER_CACHE in os.environ:
         yield
         return
-    os.environ[_COMPILER_CACHE] = os.path.join(root, "compiler")
+    made = os.environ[_COMPILER_CACHE] = os.path.join(root, "compiler")
     try:
         yield
     finally:
-        del os.environ[_COMPILER_CACHE]
+        if os.environ.get(_COMPILER_CACHE) == made:  # a preloaded module may have set its own
+            del os.environ[_COMPILER_CACHE]
 
 
 class _ImportFailed(Exception):

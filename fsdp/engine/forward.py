@@ -67,9 +67,10 @@ def _begin_iteration(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args
     if context.iter_forward_root is not None:
         return args, kwargs
     context.iter_forward_root = state
-    context.thread = threading.get_ident()
-    if context.outdated:
-        context.give_up()
+    if graph_task() == -1:  # else backward runs it again, and needs what forward has left whole
+        context.thread = threading.get_ident()
+        if context.outdated:
+            context.give_up()
     logger.debug("FSDP::root_pre_forward")
     context.order_start = len(state.comm().post_forward_order)
     state.comm().wait_for_optimizer(context.post_optim_event)

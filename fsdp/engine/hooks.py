@@ -51,6 +51,10 @@ def install_state_dict_hooks(group: FSDPParamGroup) -> None:
     for param in group.fsdp_params:
         for module, _ in param.info.owners():
             owners[module] = None
+    inside = {each for owner in owners for each in owner.modules() if each is not owner}
+
+    def show(*_args: Any, **_kwargs: Any) -> None:
+        group.to_sharded()
 
     def before(*_args: Any, **_kwargs: Any) -> None:
         group.to_sharded()
@@ -61,5 +65,6 @@ def install_state_dict_hooks(group: FSDPParamGroup) -> None:
 
     for module in owners:
         module.register_state_dict_pre_hook(before)
-        module.register_load_state_dict_pre_hook(before)
+        # A load that assigns may be half through with a parameter that an owner around it shares.
+        module.register_load_state_dict_pre_hook(show if module in inside else before)
         module.register_load_state_dict_post_hook(after)

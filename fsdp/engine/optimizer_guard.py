@@ -59,11 +59,15 @@ class _Guard:
     """The hooks on every optimizer's step, installed while marked parameters are alive."""
 
     def __init__(self) -> None:
-        self.listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._marks: set[weakref.ref[_Mark]] = set()
         self._hooks: list[RemovableHandle] = []
         # re-entrant: a collection that starts inside may drop a mark on the same thread
         self._lock = threading.RLock()
+
+    def listen(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.add(listener)
 
     def watch(self, mark: _Mark) -> None:
         with self._lock:
@@ -76,7 +80,9 @@ class _Guard:
 
     @untraced
     def _tell(self, *_args: Any) -> None:
-        for listener in list(self.listeners):
+        with self._lock:  # another thread may start with a model of its own
+            listeners = list(self._listeners)
+        for listener in listeners:
             listener.after_step()
 
     def _drop(self, gone: weakref.ref[_Mark]) -> None:
@@ -93,7 +99,7 @@ _guard = _Guard()
 
 def tell_of_steps(listener: Listener) -> None:
     """Call ``listener.after_step`` after every step, as long as it and a marked parameter live."""
-    _guard.listeners.add(listener)
+    _guard.listen(listener)
 
 
 def look_at_optimizers(param: nn.Parameter, name: str, look: Look) -> None:

@@ -173,18 +173,18 @@ class FSDPParamGroup:
             if backward or self._kept is not None or not self._exposure.changed(self.fsdp_params):
                 return
             self.relink()  # which drops it
+        if phase is None:
+            phase = self._training_state
+        if self._outdated and phase is TrainingState.FORWARD:
+            self.to_sharded()
         if self._sharded_state is ShardedState.UNSHARDED:
             if self._training_state is TrainingState.PRE_BACKWARD:
                 self._exposure.check_whole(self.fsdp_params)
-            if not self._outdated or self._training_state is not TrainingState.FORWARD:
-                return
-            self.to_sharded()
+            return
         if self._kept is None and self._exposure.changed(self.fsdp_params):
             self.relink()
         if self._sharded_state is ShardedState.KEPT:
             return
-        if phase is None:
-            phase = self._training_state
         if phase is TrainingState.PRE_BACKWARD and not self.settings.unshard_in_backward:
             return
         if not self._ready:
@@ -195,6 +195,7 @@ class FSDPParamGroup:
         comm = self.comm_ctx or self.comm()
         if self._kept is not None:
             comm.streams.wait(comm.streams.gather, self._kept_event)
+        self._outdated = False
         self._gathering = whole.gather(
             comm,
             sided=not async_op and phase in _SIDED,
@@ -268,7 +269,6 @@ class FSDPParamGroup:
         if self._sharded_state is ShardedState.SHARDED:
             return
         was = self._sharded_state
-        self._outdated = False
         self._enter_sharded(ShardedState.SHARDED)
         self._exposure.show_sharded(self.fsdp_params)
         self._kept = None

@@ -537,7 +537,10 @@ def test_a_gradient_where_none_is_due_that_is_the_last_steps_is_stale() -> None:
             for what, at, v, m in story.seen
         ]
         story.instead("gradients", kept, step=1)
-        assert cause("gradients.value", story) is expected
+        first = first_mismatch("gradients.value", story)
+        assert first is not None
+        assert first.cause is expected
+        assert first.sentence.endswith(": the one of the step before") is bool(earlier)
 
 
 def test_another_parameters_gradient_is_permuted() -> None:

@@ -26,7 +26,7 @@ from conformance.report.lines import Role
 from conformance.room import no_room
 from conformance.session import OracleFailed
 from conformance.subject import Subject
-from conformance.verdicts import Finding, Verdict
+from conformance.verdicts import REFUSED, Finding, Verdict
 from conformance.work import planned_again
 from tests.cli.literal import ADAPTER, CASE, finding
 
@@ -131,10 +131,10 @@ def test_a_pass_without_a_mutant_that_shows_here_has_no_power(monkeypatch) -> No
 # -- probes -----------------------------------------------------------------------------------
 
 
-def claimed(*verdicts: str, first: str = "check.number0") -> Finding:
+def claimed(*verdicts: str, first: str = "check.number0", told: str = "sentence") -> Finding:
     planned = planned_again(CASE, ("gradients", "no_sync"), CHOSEN)
     findings = [
-        finding(verdict, f"check.number{n}" if n else first, sentence=f"sentence {n}")
+        finding(verdict, f"check.number{n}" if n else first, sentence=f"{told} {n}")
         for n, verdict in enumerate(verdicts)
     ]
     return claim_finding(planned, findings)
@@ -169,9 +169,17 @@ def test_a_check_that_needs_another_claim_says_nothing_of_a_probe() -> None:
 
 
 def test_a_probe_that_the_wrapper_refuses_to_build_does_not_work() -> None:
-    found = claimed("UNSUPPORTED", "UNSUPPORTED", first="run.completed")
+    found = claimed("UNSUPPORTED", "UNSUPPORTED", first="run.completed", told=REFUSED)
     assert found.where["works"] is False
-    assert found.sentence == "not claimed, and it does not work here: run.completed: sentence 0"
+    assert found.sentence == f"not claimed, and it does not work here: run.completed: {REFUSED} 0"
+
+
+def test_a_probe_that_this_machine_is_too_small_for_is_not_judged() -> None:
+    found = claimed("UNSUPPORTED", "UNSUPPORTED", first="run.completed", told="needs 4 devices")
+    assert found.where["works"] is False
+    assert found.sentence == (
+        "not claimed, and nothing judged whether it works here: run.completed: needs 4 devices 0"
+    )
 
 
 def test_the_id_of_a_probe_names_its_capabilities() -> None:

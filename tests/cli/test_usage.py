@@ -262,13 +262,26 @@ class Claim(Base):
     capabilites = frozenset()
 
 
-class Helpers(Base):
+class Engine:
+    def zero_grads(self):
+        raise AssertionError
+
+
+class Helpers(Base, Engine):
     replicas = "no slip above, so this is told"
+    steps = 2
+    saved = ()
 
     def _nosync(self, w):
         raise AssertionError
 
-    def full_params(self, w):
+    def load_optimizer_state(self, w):
+        raise AssertionError
+
+    def plain(self, w):
+        raise AssertionError
+
+    def full_parameter(self, w):
         raise AssertionError
 
     def full_parameters(self, w):

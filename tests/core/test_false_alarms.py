@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,6 +40,12 @@ def done_of(run: Planned, **more: object) -> Done:
         verdicts={"PASS": 5, "UNSUPPORTED": 1},
     )
     return replace(done, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many cores there are."""
+    monkeypatch.setattr(false_alarms, "default_jobs", lambda world, device: 1)
 
 
 @pytest.fixture
@@ -131,6 +139,17 @@ def test_a_record_is_lines_of_plain_json(told: list[str], tmp_path: Path) -> Non
     main(["--out", str(tmp_path), "--seeds", "1", "--block", "core", "--adapter", "fsdp.*"])
     lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [line["key"] for line in lines] == told
+
+
+def test_a_process_that_was_killed_is_told_and_its_runs_are_not_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = Mock(return_value=Mock(exitcode=-signal.SIGKILL))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda how: Mock(Process=killed))
+    arguments = ["--out", str(tmp_path), "--seeds", "1", "--block", "core", "--adapter", "fsdp.*"]
+    assert main([*arguments, "--jobs", "8"]) == 2
+    told = "the process for 2 ranks, seed 0 ended with status -9: what it has not recorded is not"
+    assert capsys.readouterr().err == f"{told} done\n"
 
 
 @pytest.mark.long

@@ -68,3 +68,4 @@ def test_a_line_that_announces_the_next_one_is_told_with_it() -> None:
         first_line("Error: in loading:\n\tMissing: x.\n\tMore") == "Error: in loading: Missing: x."
     )
     assert first_line("Error: in loading:\n") == "Error: in loading:"
+    assert first_line("Error: in loading:\n\n  Missing: x.") == "Error: in loading: Missing: x."

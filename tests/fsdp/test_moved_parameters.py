@@ -118,9 +118,18 @@ class Tied(Stack):
         self.twin.weight = self.out.weight
 
 
-def _assigns(context: RankContext) -> None:
+class TiedAround(Stack):
+    """The root shares with a module inside of it, which is loaded before the root is through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin = nn.Module()
+        self.weight = self.twin.weight = self.out.weight
+
+
+def _assigns(context: RankContext, *, kind: type[nn.Module]) -> None:
     """A load replaces in one place after another."""
-    model = shard_blocks(build(Tied))
+    model = shard_blocks(build(kind))
     for _ in range(2):
         state = {name: value * 0.5 for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
@@ -129,8 +138,9 @@ def _assigns(context: RankContext) -> None:
         train_sharded(model, context.rank)
 
 
-def test_what_a_load_assigns_stays_tied() -> None:
-    on_ranks(_assigns, 2)
+@pytest.mark.parametrize("kind", [Tied, TiedAround])
+def test_what_a_load_assigns_stays_tied(kind: type[nn.Module]) -> None:
+    on_ranks(_assigns, 2, kind=kind)
 
 
 def _back(context: RankContext, *, face: str) -> None:

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from conformance.ranks import RankContext
+from fsdp.wrapper_options import ShardingStrategy
 from tests.fsdp.plain import batch, build, loss_of, optimizer_of, whole
 from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_training import shard_blocks
+from tests.fsdp.test_wrapper import wrapped
 
 
 @contextmanager
@@ -36,6 +38,8 @@ def _step_in_use(context: RankContext, where: str) -> None:
     loss_of(model, batch(0, context.rank)).backward()
     for rank in range(context.world_size):
         (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+    plain_optimizer.step()  # now: units give up what is whole after any step of the process
+    plain_optimizer.zero_grad()
     if where == "inside":
         with _hooked(model.blocks[1], lambda *_: (optimizer.step(), None)[-1]):
             model(batch(1, context.rank))
@@ -45,8 +49,6 @@ def _step_in_use(context: RankContext, where: str) -> None:
             model(batch(1, context.rank))
         optimizer.step()
     optimizer.zero_grad()
-    plain_optimizer.step()
-    plain_optimizer.zero_grad()
 
     loss, wanted = (loss_of(each, batch(2, context.rank)) for each in (model, plain))
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
@@ -62,3 +64,32 @@ def _step_in_use(context: RankContext, where: str) -> None:
 @pytest.mark.parametrize("where", ["inside", "in a unit", "between units"])
 def test_the_forward_after_a_step_has_the_new_parameters(where: str) -> None:
     on_ranks(_step_in_use, 2, where=where)
+
+
+def _keeps(face: str) -> nn.Module:
+    """A model whose units keep something of what was gathered: all of it, or a part."""
+    if face == "fully":
+        return shard_blocks(build(), reshard_after_forward=2)
+    return wrapped(
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=face == "original"
+    )
+
+
+def _step_in_what_is_kept(context: RankContext, face: str) -> None:
+    model, plain = _keeps(face), build()
+    optimizer, plain_optimizer = optimizer_of(model.parameters()), optimizer_of(plain.parameters())
+    loss_of(model, batch(0, context.rank)).backward()
+    for rank in range(context.world_size):
+        (loss_of(plain, batch(0, rank)) / context.world_size).backward()
+    plain_optimizer.step()  # now: units give up what is whole after any step of the process
+    with _hooked(model.blocks[1].norm, lambda *_: (optimizer.step(), None)[-1]):
+        model(batch(1, context.rank))
+    loss, wanted = (loss_of(each, batch(2, context.rank)) for each in (model, plain))
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("face", "world"), [("fully", 4), ("flat", 2), ("original", 2)])
+def test_what_forward_keeps_for_backward_is_not_kept_for_the_next_forward(
+    face: str, world: int
+) -> None:
+    on_ranks(_step_in_what_is_kept, world, face=face)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from conformance.ranks import RankContext
 from fsdp import fully_shard
-from tests.fsdp.plain import Stack, batch, build, compare, loss_of, optimizer_of, train_plain
-from tests.fsdp.ranks import on_ranks
+from fsdp.engine.optimizer_guard import _Guard
+from tests.fsdp.plain import (
+    DIM,
+    Stack,
+    batch,
+    build,
+    compare,
+    loss_of,
+    optimizer_of,
+    train_plain,
+)
+from tests.fsdp.ranks import agreed, count, on_ranks
 from tests.fsdp.test_training import shard_blocks
 
 STEPS = 12
@@ -77,6 +90,7 @@ def _steps_elsewhere(context: RankContext) -> None:
     optimizer = Halving(model.parameters(), {})
     with torch.no_grad():
         before = model(batch(0, 0))
+        assert not isinstance(model.out.weight, DTensor), "the root was to stay whole"
         in_threads(optimizer.step)
         after = model(batch(0, 0))
         model.reshard()
@@ -86,3 +100,65 @@ def _steps_elsewhere(context: RankContext) -> None:
 
 def test_a_step_on_another_thread_is_seen_by_the_next_forward() -> None:
     on_ranks(_steps_elsewhere, 2)
+
+
+class Again(nn.Module):
+    """A layer that stays whole until backward, in which others run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Linear(DIM, DIM)
+        self.again = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.again, self.kept(x), use_reentrant=False)
+
+
+def _steps_before_backward(context: RankContext) -> list[int]:
+    """How often backward gathers, without a step elsewhere and after one of another model."""
+    model, other = build(Again), nn.Linear(2, 2)
+    for module in (model.kept, *model.again):
+        fully_shard(module, reshard_after_forward=module is not model.kept)
+    fully_shard(model)
+    gathers = []
+    for step in (lambda: None, torch.optim.SGD(other.parameters(), 0.1).step):
+        loss = loss_of(model, batch(0, context.rank))
+        in_threads(step)
+        before = count(context, "all_gather")
+        loss.backward()
+        gathers.append(count(context, "all_gather") - before)
+    return gathers
+
+
+def test_a_backward_keeps_its_parameters_whatever_other_threads_step() -> None:
+    """Else ranks whose threads are not equally fast would gather unequally often."""
+    without, after = agreed(_steps_before_backward, 2)
+    assert without == after > 0
+
+
+class Listener:
+    def after_step(self) -> None:
+        """Hear of a step."""
+
+
+class Meanwhile(weakref.WeakSet[Listener]):
+    """Goes to each listener with time for another thread in between."""
+
+    def __init__(self, other: threading.Thread) -> None:
+        super().__init__()
+        self.other = other
+
+    def __iter__(self) -> Iterator[Listener]:
+        for each in super().__iter__():
+            self.other.start()
+            self.other.join(0.2)
+            yield each
+
+
+def test_a_model_may_start_while_another_one_steps() -> None:
+    guard, first, second = _Guard(), Listener(), Listener()
+    other = threading.Thread(target=lambda: guard.listen(second))
+    guard._listeners = Meanwhile(other)
+    guard.listen(first)
+    guard._tell()
+    other.join()
