@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,9 +20,7 @@ from conformance.ranks.process import ForkServer
 from conformance.ranks.servers import end_servers, lease_server, release_server
 from conformance.report.lines import read_log
 from conformance.selftest import Diagonal, Kill
-
-PATIENCE = 120.0
-"""Seconds after which something does not come about any more."""
+from tests.waiting import PATIENCE, wait_for
 
 ENDS_ITSELF = """
 import signal
@@ -145,13 +142,6 @@ def end(
     assert processes_of(folder) == []
     assert list((folder / "temporary").iterdir()) == []
     return written
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.1)
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -9,8 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,9 +21,9 @@ from conformance.adapters.covering import ROWS
 from conformance.adapters.odd import ODD
 from conformance.false_alarms import Planned, blocks, main, planned_runs
 from conformance.report.repeated import Done, page, recorded
+from tests.waiting import PATIENCE, wait_for
 
 RIGHT = 3 + len(ODD)
-PATIENCE = 120.0
 SHARED_OUT = ("--jobs", "8", "--seeds", "2", "--block", "core", "--adapter", "torch.*")
 """Two runs in two processes."""
 
@@ -179,20 +178,13 @@ def test_processes_that_share_the_runs_end_with_the_command(
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        _wait_until(lambda: len(list(folder.glob("ranks-*"))) == 2)
+        wait_for(lambda: len(list(folder.glob("ranks-*"))) == 2)
         process.send_signal(number)
         written = process.communicate(timeout=PATIENCE)[1]
     told = "fsdp-conformance: ended by SIGTERM\n" if number == signal.SIGTERM else ""
     assert (process.returncode in (128 + number, -number), written) == (True, told)
-    _wait_until(lambda: not list(folder.glob("ranks-*")) and not list(folder.glob("fsdp-*")))
-    _wait_until(lambda: not _processes_with(f"TMPDIR={folder}"))
-
-
-def _wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.1)
+    wait_for(lambda: not list(folder.glob("ranks-*")) and not list(folder.glob("fsdp-*")))
+    wait_for(lambda: not _processes_with(f"TMPDIR={folder}"))
 
 
 def _processes_with(setting: str) -> list[str]:

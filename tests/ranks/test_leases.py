@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,8 +20,8 @@ from conformance.ranks.leases import Visible, leases_of, visible_devices
 from conformance.ranks.setup import RankSetup
 from conformance.ranks.worker import _hide_devices, _take_device
 from tests.ranks.leasing import fake_leases
+from tests.waiting import PATIENCE, wait_for
 
-PATIENCE = 120.0
 """Seconds after which something does not come about any more."""
 EIGHT = "0,1,2,3,4,5,6,7"
 ROOT = Path(__file__).parents[2]
@@ -293,11 +292,3 @@ def test_devices_are_hidden_from_ranks_of_the_host(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
     _hide_devices()
     assert os.environ["META_VISIBLE_DEVICES"] == ""
-
-
-def wait_for(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
