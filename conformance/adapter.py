@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conformance.errors import unknown
-from conformance.gather import full_copies
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 StateKind = Literal["full", "sharded", "local"]
@@ -90,7 +90,7 @@ class Conventions:
     returns_as: TravelDtype = "parameter"
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(Conventions).items():
+        for name, hint in _kinds().items():
             got = getattr(self, name)
             choices = get_args(hint) or (False, True)  # not `in`: 1 equals True
             if any(got is choice or (isinstance(got, str) and got == choice) for choice in choices):
@@ -99,6 +99,11 @@ class Conventions:
                 raise unknown("choice", got, choices, where=f"of Conventions.{name}")
             wanted = " or ".join(map(repr, choices))
             raise ValueError(f"Conventions: {name} must be {wanted}; got {got!r}")
+
+
+@cache  # hints are strings here: to resolve them takes a millisecond
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(Conventions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +137,7 @@ class BuildConfig:
         accumulation: micro-batches per step.
         micro_batch_size: samples in one micro-batch, for engines that ask.
         unused_parameters: the model has parameters that take no part in forward.
+        ranks_differ: some of them take part on other ranks.
         max_norm: clipping threshold of the run, for engines that take it at build time.
         norm_type: the p of that norm.
     """
@@ -143,6 +149,7 @@ class BuildConfig:
     accumulation: int = 1
     micro_batch_size: int = 1
     unused_parameters: bool = False
+    ranks_differ: bool = False
     max_norm: float | None = None
     norm_type: float = 2.0
 
@@ -308,32 +315,23 @@ class Adapter:
         return w.module
 
     def full_parameters(self, w: Wrapped) -> dict[str, Tensor]:
-        """FQN to full parameter on CPU, on every rank; a tied parameter under each of its names."""
-        return full_copies({fqn: p.detach() for fqn, p in named_parameters(self.bare(w))})
+        """FQN to parameter on every rank; a tied parameter under each of its names.
+
+        A full tensor, or a DTensor, which is put together when the case is judged. Side doors may
+        hand out what the wrapper goes on changing: who keeps it copies it.
+        """
+        return {fqn: p.detach() for fqn, p in named_parameters(self.bare(w))}
 
     def full_gradients(self, w: Wrapped) -> dict[str, Tensor | None]:
-        """FQN to full gradient on CPU, on every rank; ``None`` where there is none."""
-        gradients = {fqn: p.grad for fqn, p in named_parameters(self.bare(w))}
-        full = full_copies({fqn: g for fqn, g in gradients.items() if g is not None})
-        return {fqn: full.get(fqn) for fqn in gradients}
+        """FQN to gradient, full or a DTensor, on every rank; ``None`` where there is none."""
+        return {fqn: p.grad for fqn, p in named_parameters(self.bare(w))}
 
     def full_optimizer_state(self, w: Wrapped) -> dict[str, dict[str, Any]]:
-        """FQN to the optimizer's state of that parameter, full tensors on CPU, on every rank."""
-        state = {
+        """FQN to the optimizer's state of that parameter, full or DTensors, on every rank."""
+        return {
             fqn: w.optimizer.state[p]
             for fqn, p in named_parameters(self.bare(w))
             if p in w.optimizer.state
-        }
-        tensors = {
-            f"{fqn}/{key}": value
-            for fqn, values in state.items()
-            for key, value in values.items()
-            if isinstance(value, Tensor)
-        }
-        full = full_copies(tensors)
-        return {
-            fqn: {key: full.get(f"{fqn}/{key}", value) for key, value in values.items()}
-            for fqn, values in state.items()
         }
 
     def hyperparameters(self, w: Wrapped) -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ class Cause(StrEnum):
     PADDING_COUNTED = "padding-counted"
     OTHER_NORM = "other-norm"
     NOT_CLIPPED = "not-clipped"
+    NOT_UNSCALED = "not-unscaled"
     NOT_LOADED = "not-loaded"
     ALIASED = "aliased"
     NOT_DROPPED = "not-dropped"
@@ -103,6 +104,7 @@ MEANING: dict[Cause, str] = {
     Cause.PADDING_COUNTED: "elements of padding counted as if they were of a parameter",
     Cause.OTHER_NORM: "the norm with another p",
     Cause.NOT_CLIPPED: "the norm is right but the gradients were not clipped",
+    Cause.NOT_UNSCALED: "made with gradients that are still multiplied by the loss scale",
     Cause.NOT_LOADED: "still the value from before the load",
     Cause.NOT_DROPPED: "gradients that were dropped are part of it",
     Cause.ALIASED: "what was saved followed the training after it",
@@ -114,7 +116,7 @@ MEANING: dict[Cause, str] = {
     Cause.OTHER_COLLECTIVE: "ranks issued different collectives",
     Cause.NOT_SHARDED: "every rank holds everything",
     Cause.NOT_FREED: "memory is not given back",
-    Cause.NOT_RESTORED: "global state is not put back",
+    Cause.NOT_RESTORED: "not put back",
     Cause.NOT_REPEATED: "another value than the same training had before",
     Cause.CHANGED_BY_EVAL: "an evaluation pass changed the training state",
     Cause.NON_FINITE: "not a finite number",

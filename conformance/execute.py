@@ -5,7 +5,7 @@ Called by name through `conformance.ranks`; arguments and results are plain data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,7 +22,7 @@ from conformance.history import HistoryWriter
 from conformance.mutants import mutant_named
 from conformance.oracle import VirtualRanks, rank_seed
 from conformance.oracle_precision import Precision
-from conformance.oracle_run import OracleRun
+from conformance.oracle_run import OracleRun, Part
 from conformance.per_rank import PerRank
 from conformance.ranks import Job, RankContext, SkipRank
 from conformance.ranks.job import load_function
@@ -34,6 +34,9 @@ STEPS_OF_A_SEED = 1000
 """More than any scenario asks for."""
 DRAWN_KEPT = 256
 """Batches that the oracle keeps: those of one model, of a few kilobytes each."""
+RUNS_KEPT = 4
+"""Runs of the oracle of which it keeps what other cases share, a megabyte each. The cases of one
+model come one after the other, and a rank runs one or two flavours of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +242,23 @@ def _run_virtual(context: RankContext, request: OracleRequest, name: str, flavou
         directory = of_job(Path(request.directory) / name, second=job.second)
         with VirtualWriter(directory, job.ranks) as writer:
             batch = virtual_batches(job, context.device, flavour.dtype)
-            run_truth(job, name, context.device, adapter, writer, batch, carrier)
+            # what is nudged depends on all that was before
+            parts = None if flavour.nudge else _parts_of(job, name, context.device)
+            run_truth(job, name, context.device, adapter, writer, batch, carrier, parts)
         states = carrier.states
+
+
+def _parts_of(job: OracleRequest, name: str, device: torch.device) -> MutableMapping[str, Part]:
+    """What cases share with the one of `job` in the flavour `name`, as far as it was run here."""
+    case = Case.parse(job.case)
+    training = (case.model, case.optimizer, case.accumulation, job.seed, job.ranks)
+    return _parts_of_run(name, device, job.conventions, job.capabilities, *training)
+
+
+@lru_cache(maxsize=RUNS_KEPT)
+def _parts_of_run(*key: object) -> MutableMapping[str, Part]:
+    """Those of all runs that agree in `key`: whatever makes a difference to what is computed."""
+    return {}
 
 
 def run_baseline(context: RankContext, *, request: OracleRequest) -> None:
@@ -276,8 +294,9 @@ def run_truth(  # noqa: PLR0913 - what a run is made of
     writer: Writer,
     batch: Callable[[int, int], Any],
     carrier: Carrier,
+    parts: MutableMapping[str, Part] | None = None,
 ) -> None:
-    """Run one job of the case once as the flavour `name` says."""
+    """Run one job of the case once as the flavour `name` says; `parts` as in `OracleRun`."""
     case = Case.parse(request.case)
     flavour = ORACLE_RUNS[name]
     run = OracleRun(
@@ -292,6 +311,7 @@ def run_truth(  # noqa: PLR0913 - what a run is made of
         carrier=carrier,
         dtype=flavour.dtype,
         suspects=flavour.suspects,
+        parts=parts,
     )
     program_of(SCENARIOS[case.scenario], second=request.second)(run)
 

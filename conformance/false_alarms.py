@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import groupby
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from conformance.adapters import make_adapter
@@ -38,7 +39,8 @@ from conformance.matrix import Matrix
 from conformance.names import Depth
 from conformance.plan import plan, select_checks, select_models
 from conformance.ranks.orphans import die_with_parent
-from conformance.report.repeated import Done, line_of, page, recorded
+from conformance.report.repeated import Done, line_of, page, recorded, summary
+from conformance.report.words import number
 from conformance.room import temporary_folder, told
 from conformance.session import Session, Setting
 from conformance.subject import Subject
@@ -235,8 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [b for b in every if not options.block or b.name in options.block]
         runs = planned_runs(chosen, options.adapter)
         mine = _kept(runs, options.out, jobs=options.jobs, until=until)
-        text = page(mine, len(runs) - len(mine))
-        (options.out / PAGE).write_text(text, encoding="utf-8")
+        missing = len(runs) - len(mine)
+        (options.out / PAGE).write_text(page(mine, missing), encoding="utf-8")
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
@@ -244,10 +246,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lost = f"{RECORD} has the runs so far, {PAGE} is not whole"
         sys.stderr.write(f"{told(error, lost, options.out)}\n")
         return EXIT_UNDECIDED
-    sys.stdout.write(next(line for line in text.splitlines() if "runs, " in line) + "\n")
+    sys.stdout.write(f"{summary(mine, missing)}\n")
     if any(run.alarms for run in mine):
         return EXIT_BAD
-    return EXIT_OK if len(mine) == len(runs) else EXIT_UNDECIDED
+    return EXIT_UNDECIDED if missing else EXIT_OK
 
 
 def _kept(runs: Sequence[Planned], out: Path, *, jobs: int, until: float) -> list[Done]:
@@ -290,18 +292,22 @@ def _share_out(runs: Sequence[Planned], path: Path, *, processes: int, until: fl
         apart.start()
         apart.join()
         if apart.exitcode:  # one that was killed has said nothing itself
-            place = f"{group[0].block.world} ranks, seed {group[0].seed}"
+            place = f"{number(group[0].block.world, 'rank')}, seed {group[0].seed}"
             what = f"the process for {place} ended with status {apart.exitcode}"
             sys.stderr.write(f"{what}: what it has not recorded is not done\n")
 
     groups = [list(group) for _, group in groupby(runs, key=_together)]
-    with ThreadPoolExecutor(processes) as threads:
+    # an interrupt goes to the whole group, and would find processes that still import: they take
+    # over what is blocked in the thread that starts them, and starting the tracker unblocks it
+    resource_tracker.ensure_running()
+    block = (signal.SIG_BLOCK, {signal.SIGINT})
+    with ThreadPoolExecutor(processes, "", signal.pthread_sigmask, block) as threads:
         list(threads.map(judge_apart, groups))
 
 
 def _record_apart(runs: Sequence[Planned], path: Path, until: float, parent: int) -> None:
     """Record the runs, and end with `parent`, which tells why."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it goes to the whole group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also in its ranks
     sys.__stderr__ = None  # type: ignore[misc]
     with leaving_on_signals():
         die_with_parent(parent, signal.SIGTERM)
@@ -309,9 +315,10 @@ def _record_apart(runs: Sequence[Planned], path: Path, until: float, parent: int
 
 
 def _show(run: Done) -> None:
-    ranks = f"{run.world} ranks, seed {run.seed}"
-    counts = f"{run.cases} cases, {sum(run.verdicts.values())} judged, {len(run.alarms)} alarms"
-    sys.stdout.write(f"{run.block}: {run.adapter}, {ranks}: {counts}, {run.seconds:.1f} s\n")
+    place = f"{number(run.world, 'rank')}, seed {run.seed}"
+    checks = f"{number(sum(run.verdicts.values()), 'check')} judged"
+    counts = f"{number(run.cases, 'case')}, {checks}, {number(len(run.alarms), 'alarm')}"
+    sys.stdout.write(f"{run.block}: {run.adapter}, {place}: {counts}, {run.seconds:.1f} s\n")
     for alarm in run.alarms:
         sys.stdout.write(f"  {alarm['sentence']}\n  {alarm['repro']}\n")
     sys.stdout.flush()

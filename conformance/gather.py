@@ -1,4 +1,4 @@
-"""Full tensors of many DTensors at once: one collective for all of them instead of one for each.
+"""What this rank holds of distributed tensors, and the whole from what all ranks hold.
 
 ``DTensor.full_tensor`` costs milliseconds of host time a tensor; an observed step has hundreds.
 Knows how a DTensor's pieces lie. Must not know wrappers, models or what the tensors mean.
@@ -7,8 +7,7 @@ Knows how a DTensor's pieces lie. Must not know wrappers, models or what the ten
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -19,92 +18,115 @@ if TYPE_CHECKING:  # imported for real it takes a second, and ranks with DTensor
     from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True)
-class Source:
-    """Tensors that can travel together: same group, same dtype, same device."""
-
-    group: dist.ProcessGroup
-    dtype: torch.dtype
-    device: torch.device
-
-
-@torch.no_grad()  # else each `to_local` is a node of autograd
-def full_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Full copies on CPU, in the order of `tensors`; plain tensors are copied as they are.
-
-    Collective: one all-gather per group, dtype and device of what is sharded on one mesh
-    dimension, one per sharded dimension of each other DTensor; same keys in the same order on all
-    ranks.
-    Memory: everything once in full on the device, per group, dtype and device.
-    """
-    together: dict[Source, dict[str, Cut]] = {}
-    groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # a mesh looks them up by name
-    copies: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        if not is_dtensor(tensor):
-            copies[key] = tensor.detach().to("cpu", copy=True)
-            continue
-        found = _only_cut(tensor)
-        if found is None:
-            copies[key] = tensor.full_tensor().detach().to("cpu", copy=True)
-        else:
-            mesh_dim, dim = found
-            mesh = tensor.device_mesh
-            place = (id(mesh), mesh_dim)
-            if place not in groups:
-                groups[place] = mesh.get_group(mesh_dim)
-            source = Source(groups[place], tensor.dtype, tensor.device)
-            shape = tuple(tensor.shape)
-            cut = Cut(tensor.to_local(), shape, dim, -(-shape[dim] // mesh.size(mesh_dim)))
-            together.setdefault(source, {})[key] = cut
-    for source, members in together.items():
-        copies |= _gathered(source, members)
-    return {key: copies[key] for key in tensors}
-
-
-def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether `tensor` is distributed."""
-    return hasattr(tensor, "full_tensor")
-
-
 class Cut(NamedTuple):
-    """A tensor that is cut along one of its dimensions, as `torch.chunk` cuts it.
+    """A rank's piece of a tensor that is cut along one of its dimensions, as `torch.chunk` cuts it.
 
     Attributes:
         piece: what this rank holds; empty on ranks beyond the end.
         shape: of the whole.
         dim: dimension that is cut.
-        step: length along it of every piece but the last ones.
+        ranks: that hold a piece, in the order of the pieces.
     """
 
     piece: Tensor
     shape: tuple[int, ...]
     dim: int
-    step: int
+    ranks: tuple[int, ...]
 
-    @property
-    def width(self) -> int:
-        """Elements of rank 0's piece, as many as any other has at most."""
-        return self._numel(self.step)
-
-    def joined(self, pieces: Tensor) -> Tensor:
-        """The whole, from the padded piece of every rank, (world, width)."""
-        if self.dim == 0:  # ranks hold runs of it; what was padded is the end
-            return pieces.reshape(-1)[: math.prod(self.shape)].view(self.shape)
+    def shape_at(self, index: int) -> tuple[int, ...]:
+        """Shape of the piece at `index`."""
         total = self.shape[self.dim]
-        lengths = [max(0, min(self.step, total - r * self.step)) for r in range(len(pieces))]
-        own = [
-            row[: self._numel(length)].view(*self.shape[: self.dim], length, *self._rest)
-            for row, length in zip(pieces, lengths, strict=True)
-        ]
-        return torch.cat(own, dim=self.dim)
+        step = -(-total // len(self.ranks))
+        length = max(0, min(step, total - index * step))
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
-    def _numel(self, length: int) -> int:
-        return math.prod(self.shape[: self.dim]) * length * math.prod(self._rest)
+    def joined(self, others: Sequence[Any]) -> Tensor:
+        """The whole, from what each of `ranks` has in its place, pieces or not.
 
-    @property
-    def _rest(self) -> tuple[int, ...]:
-        return self.shape[self.dim + 1 :]
+        Zeros where a rank has nothing, which its own value tells; NaN where it has no such piece.
+        """
+        return torch.cat([self._fitting(i, other) for i, other in enumerate(others)], dim=self.dim)
+
+    def _fitting(self, index: int, other: Any) -> Tensor:
+        due = self.shape_at(index)
+        if other is None:
+            return self.piece.new_zeros(due)
+        fits = isinstance(other, Cut) and other[1:] == self[1:]
+        if fits and other.piece.shape == due and other.piece.dtype == self.piece.dtype:
+            piece: Tensor = other.piece
+            return piece
+        return torch.full(due, math.nan)
+
+
+@torch.no_grad()  # else each `to_local` is a node of autograd
+def held(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies on CPU of what this rank holds: of a DTensor cut on one mesh dimension, its `Cut`.
+
+    Other DTensors in full, and what is no tensor as it is.
+
+    Collective: none, but one per sharded dimension of each DTensor that is cut in another way.
+
+    Raises:
+        ValueError: a DTensor's local tensor is not the piece that its placements name.
+    """
+    known: _Ranks = {}
+    return {key: _held(key, value, known) for key, value in values.items()}
+
+
+def full_copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with full copies on CPU of all tensors, in the same order.
+
+    Collective: one object all-gather on the default group, and what `held` needs.
+    Memory: the pieces of all ranks once, and everything once in full.
+
+    Raises:
+        ValueError: as `held`.
+    """
+    own = held(values)
+    every: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return {
+        key: value.joined([every[rank].get(key) for rank in value.ranks])
+        if isinstance(value, Cut)
+        else value
+        for key, value in own.items()
+    }
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether `value` is a distributed tensor."""
+    return hasattr(value, "full_tensor")
+
+
+_Ranks = dict[tuple[int, int], tuple[tuple[int, ...], int]]
+"""(id of a mesh, its dimension) to (ranks along it, this rank's index): a mesh looks them up."""
+
+
+def _held(key: str, value: Any, known: _Ranks) -> Any:
+    found = _only_cut(value) if is_dtensor(value) else None
+    if found is None:
+        whole = value.full_tensor() if is_dtensor(value) else value
+        return _copy(whole) if isinstance(whole, Tensor) else whole
+    mesh_dim, dim = found
+    place = (id(value.device_mesh), mesh_dim)
+    if place not in known:
+        group = value.device_mesh.get_group(mesh_dim)
+        known[place] = (tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+    ranks, index = known[place]
+    cut = Cut(_copy(value.to_local()), tuple(value.shape), dim, ranks)
+    got, due = tuple(cut.piece.shape), cut.shape_at(index)
+    if got == due:
+        return cut
+    if math.prod(got) or math.prod(due):
+        raise ValueError(
+            f"{key}: this rank's local tensor is {got}, but of a DTensor of shape {cut.shape} that"
+            f" is cut on dimension {dim} among {len(ranks)} ranks, the piece at {index} is {due}"
+        )
+    return cut._replace(piece=cut.piece.reshape(due))  # nothing, in another shape
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _only_cut(tensor: DTensor) -> tuple[int, int] | None:
@@ -119,18 +141,3 @@ def _only_cut(tensor: DTensor) -> tuple[int, int] | None:
     mesh_dim, placement = cut[0]
     shard: Any = placement
     return mesh_dim, shard.dim % tensor.dim()
-
-
-def _gathered(source: Source, members: Mapping[str, Cut]) -> dict[str, Tensor]:
-    world = dist.get_world_size(source.group)
-    widths = [cut.width for cut in members.values()]
-    own = torch.zeros(sum(widths), dtype=source.dtype, device=source.device)
-    for place, cut in zip(own.split(widths), members.values(), strict=True):
-        place[: cut.piece.numel()] = cut.piece.reshape(-1)
-    everyone = torch.empty(world * own.numel(), dtype=source.dtype, device=source.device)
-    dist.all_gather_into_tensor(everyone, own, group=source.group)
-    rows = everyone.view(world, -1).to("cpu")  # (world, padded elements)
-    return {
-        key: cut.joined(pieces)
-        for (key, cut), pieces in zip(members.items(), rows.split(widths, dim=1), strict=True)
-    }

@@ -1,7 +1,8 @@
-"""What the ranks recorded while running a scenario: ``rank{r}.jsonl`` + ``rank{r}.safetensors``.
+"""What the ranks recorded while running a scenario: lines, and the tensors of each phase.
 
-A history is written by one process a rank and read by anybody; nothing is unpickled. Knows tensors
-and files, but neither adapters nor checks.
+``rank{r}.jsonl`` + ``rank{r}.{ordinal of a phase}.safetensors``; of virtual ranks, which are not
+killed alone, ``rank{r}.safetensors``. A history is written by one process a rank and read by
+anybody; nothing is unpickled. Knows tensors and files, but neither adapters nor checks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, TextIO
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from conformance.gather import Cut
 
 SCHEMA_VERSION = 1
 NOT_FINITE = "not finite"
@@ -77,12 +80,15 @@ class Observation:
 
 
 class HistoryWriter:
-    """Writes one rank's history. Lines are flushed at once; what has dimensions `close` writes."""
+    """Writes one rank's history. Lines are flushed at once, what has dimensions with its phase."""
 
     def __init__(self, directory: Path, rank: int, header: Mapping[str, Any]) -> None:
         """Start a history of `rank` in `directory`, which is created."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._tensor_path = directory / f"rank{rank}.safetensors"
+        for stale in directory.glob(f"rank{rank}.*safetensors"):
+            stale.unlink()  # of a run that was broken off: lines of this one would find them
+        self._directory, self._rank = directory, rank
+        self._virtual = bool(header.get("virtual"))
         self._tensors: dict[str, list[Tensor]] = {}  # dtype -> flat tensors
         self._used: dict[str, int] = {}  # dtype -> elements
         self._lines: TextIO = (directory / f"rank{rank}.jsonl").open("w")
@@ -102,7 +108,13 @@ class HistoryWriter:
         return self._phase
 
     def begin_phase(self, name: str) -> None:
-        """Everything written from here on belongs to phase `name`."""
+        """Everything written from here on belongs to phase `name`.
+
+        Blocks until the tensors of the phase before are in the page cache: should this rank be
+        killed, they are there, and with them the whole of which other ranks hold pieces.
+        """
+        if not self._virtual:
+            self._save()
         self._phase += 1
         self._line({"kind": "phase", "ordinal": self._phase, "name": name})
 
@@ -112,7 +124,10 @@ class HistoryWriter:
         self._line({"kind": "end", **end, "at": time.monotonic()})
 
     def write(self, what: str, value: Any, **where: Any) -> None:
-        """Record `value`: a tensor, a JSON value, or a mapping from string to those."""
+        """Record `value`: a tensor, a JSON value, or a mapping from string to those.
+
+        A mapping may also hold a `Cut`: whoever reads the histories of all ranks finds the whole.
+        """
         moment = (self._phase, self._position)
         self._position += 1
         stored = {str(k): self._store(v) for k, v in value.items()} if _is_tree(value) else None
@@ -131,11 +146,24 @@ class HistoryWriter:
         self._lines.flush()
 
     def close(self) -> None:
-        """Write the tensors. Blocks until they are in the page cache."""
-        save_file({k: torch.cat(v) for k, v in self._tensors.items()}, str(self._tensor_path))
+        """Write the tensors that are left. Blocks until they are in the page cache."""
+        self._save()
         self._lines.close()
 
+    def _save(self) -> None:
+        if not self._tensors:
+            return
+        path = _tensor_path(self._directory, self._rank, None if self._virtual else self._phase)
+        staged = path.with_suffix(".part")
+        save_file({k: torch.cat(v) for k, v in self._tensors.items()}, str(staged))
+        staged.replace(path)
+        self._tensors.clear()
+        self._used.clear()
+
     def _store(self, value: Any) -> Any:
+        if isinstance(value, Cut):
+            whole = {"whole": value.shape, "dim": value.dim, "ranks": value.ranks}
+            return {**self._store(value.piece), **whole}
         if not isinstance(value, Tensor):
             return {"json": value}
         # a number is there although the rank be killed; of a DTensor it might be a share
@@ -152,6 +180,11 @@ class HistoryWriter:
     def _line(self, content: Mapping[str, Any]) -> None:
         self._lines.write(_dumps(content) + "\n")
         self._lines.flush()
+
+
+def _tensor_path(directory: Path, rank: int, phase: int | None) -> Path:
+    """The file of one phase, or of all; earlier versions wrote the latter only."""
+    return directory / (f"rank{rank}" + ("" if phase is None else f".{phase}") + ".safetensors")
 
 
 def _is_tree(value: Any) -> bool:
@@ -237,8 +270,12 @@ class History:
 
     @classmethod
     def read(cls, directory: Path, world: int) -> History:
-        """Read what `world` ranks wrote into `directory`; a rank without a file is empty."""
-        ranks = tuple(_read_rank(directory, rank) for rank in range(world))
+        """Read what `world` ranks wrote into `directory`; a rank without a file is empty.
+
+        Pieces are put together: every rank has observed the whole that its piece belongs to, or
+        nothing where a rank's piece is lacking.
+        """
+        ranks = _put_together([_read_rank(directory, rank) for rank in range(world)])
         return cls(ranks=ranks, virtual=bool(ranks[0].header.get("virtual")))
 
     def then(self, second: History, *, world: int) -> History:
@@ -305,8 +342,8 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
     path = directory / f"rank{rank}.jsonl"
     if not path.exists():
         return RankHistory(rank=rank)
-    tensor_path = directory / f"rank{rank}.safetensors"
-    tensors = load_file(str(tensor_path)) if tensor_path.exists() else {}
+    of_all = _loaded(_tensor_path(directory, rank, None))
+    of_phases: dict[int, Mapping[str, Tensor]] = {}
     header: dict[str, Any] = {}
     phases: dict[int, Phase] = {}
     observations: list[Observation] = []
@@ -329,8 +366,13 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
             )
         elif kind == "collective":
             collectives.append(line)
-        elif (seen := _observation(line, tensors)) is not None:
-            observations.append(seen)
+        else:
+            phase = line["moment"][0]
+            if phase not in of_phases:
+                of_phases[phase] = of_all or _loaded(_tensor_path(directory, rank, phase))
+            seen = _observation(line, of_phases[phase])
+            if seen is not None:
+                observations.append(seen)
     return RankHistory(
         rank=rank,
         header=header,
@@ -338,6 +380,10 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
         observations=tuple(observations),
         collectives=tuple(collectives),
     )
+
+
+def _loaded(path: Path) -> Mapping[str, Tensor]:
+    return load_file(str(path)) if path.exists() else {}
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
@@ -375,7 +421,10 @@ def _observation(line: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Obse
             return stored["json"]
         shape, offset = stored["shape"], stored["offset"]
         flat = tensors[stored["tensor"]].narrow(0, offset, math.prod(shape))
-        return flat if len(shape) == 1 else flat.view(shape)
+        tensor = flat if len(shape) == 1 else flat.view(shape)
+        if "whole" not in stored:
+            return tensor
+        return Cut(tensor, tuple(stored["whole"]), stored["dim"], tuple(stored["ranks"]))
 
     try:
         value = (
@@ -387,6 +436,49 @@ def _observation(line: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Obse
         return None
     moment = (int(line["moment"][0]), int(line["moment"][1]))
     return Observation(what=line["what"], where=line["where"], value=value, moment=moment)
+
+
+Wholes = dict[tuple[Any, ...], Tensor]  # by what the ranks of a tensor have in common
+
+
+def _put_together(ranks: Sequence[RankHistory]) -> tuple[RankHistory, ...]:
+    """The histories of all ranks with the whole in place of every piece."""
+    found: Wholes = {}  # ranks that hold pieces of one tensor share it
+    return tuple(
+        replace(
+            own,
+            observations=tuple(
+                seen
+                for each in own.observations
+                if (seen := _with_wholes(each, ranks, found)) is not None
+            ),
+        )
+        for own in ranks
+    )
+
+
+def _with_wholes(
+    seen: Observation, ranks: Sequence[RankHistory], found: Wholes
+) -> Observation | None:
+    """`seen` with the whole of each tensor that is cut; ``None`` if a rank has not observed it."""
+    tree = seen.value if _is_tree(seen.value) else {}
+    cuts = {key: value for key, value in tree.items() if isinstance(value, Cut)}
+    if not cuts:
+        return seen
+    others: dict[int, Mapping[str, Any]] = {}
+    for rank in {rank for cut in cuts.values() for rank in cut.ranks}:
+        other = ranks[rank].find(seen.what, seen.where) if rank < len(ranks) else None
+        if other is None:
+            return None
+        others[rank] = other.value
+    place = (seen.what, frozenset(seen.where.items()))
+    wholes: Tree = {}
+    for key, cut in cuts.items():
+        common = (*place, key, cut[1:], cut.piece.dtype)
+        if common not in found:
+            found[common] = cut.joined([others[rank].get(key) for rank in cut.ranks])
+        wholes[key] = found[common]
+    return replace(seen, value={**tree, **wholes})
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:

@@ -22,6 +22,7 @@ CAPABILITIES: Mapping[str, str] = {
     "two_forwards": "two forward passes before two backward passes",
     "unused_parameters": "trains a model with parameters that take no part in forward",
     "unused_parameters.varying": "parameters may take part in some micro-batches and steps only",
+    "unused_parameters.ranks": "parameters may take part on some ranks only",
     "optimizer.whole": "optimizers that need the norm of each whole parameter",
     "shard.parameters": "each rank stores a part of the parameters",
     "shard.optimizer": "each rank stores a part of the optimizer state",

@@ -10,11 +10,14 @@ import re
 import shlex
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
+from functools import cache
 
 from conformance.globs import matches
 
 ALIKE = 0.7
 """Of `SequenceMatcher`; a word of four letters may have one wrong."""
+SLIP = 0.9
+"""Of the same, for a letter too many or another one: of four letters, that is often a word."""
 FEW = 3
 """How many names are shown instead of the pattern that takes them."""
 
@@ -45,6 +48,21 @@ def offer(near: Iterable[str]) -> str:
     """``did you mean a or 'b*'?``, as a shell would take them; empty for nothing."""
     shown = " or ".join(map(shlex.quote, near))
     return f"did you mean {shown}?" if shown else ""
+
+
+@cache
+def is_slip(got: str, meant: str) -> bool:
+    """Whether `got` is `meant` as fingers err: letters swapped, left out or doubled, `_` lost."""
+    typed, right = (name.lower().replace("_", "") for name in (got, meant))
+    if abs(len(typed) - len(right)) > 2:
+        return False
+    swapped = sorted(typed) == sorted(right)
+    left_out = any(right[:at] + right[at + 1 :] == typed for at in range(len(right)))
+    doubled = any(right[:at] + right[at - 1 :] == typed for at in range(1, len(right) + 1))
+    if swapped or left_out or doubled:
+        return True
+    alike = SequenceMatcher(None, typed, right)
+    return alike.quick_ratio() >= SLIP and alike.ratio() >= SLIP
 
 
 def _attempts(got: str, names: Collection[str]) -> list[str]:

@@ -3,6 +3,10 @@
 Adam alone hides a wrong gradient scale, and a zero gradient differs from none only under weight
 decay; hence SGD with momentum beside AdamW, both with decay. What looks at whole parameters stands
 apart: a wrapper that cuts them may not be able to serve it, and claims it if it is.
+
+SGD and AdamW update all parameters together on every device, as is torch's default on accelerators:
+what a run on CPU says then holds there too. It is also faster: DTensor takes hardly more time for
+an operator on a list of tensors than for one on a single tensor.
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "sgd": OptimizerFactory(
         name="sgd",
         optimizer_class=SGD,
-        defaults={"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
+        defaults={"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "foreach": True},
     ),
     "adamw": OptimizerFactory(
         name="adamw",
         optimizer_class=AdamW,
-        defaults={"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1},
+        defaults={"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "foreach": True},
     ),
 }
 

@@ -248,6 +248,24 @@ class VirtualRanks(InMemory):
         w.module.train()
         return losses
 
+    def full_parameters(self, w: Wrapped) -> dict[str, Tensor]:
+        """See `Adapter`; names are known, and nothing is cut."""
+        return {fqn: to_cpu(parameter) for fqn, parameter in w.native.named}
+
+    def full_gradients(self, w: Wrapped) -> dict[str, Tensor | None]:
+        """As above."""
+        gradients = ((fqn, parameter.grad) for fqn, parameter in w.native.named)
+        return {fqn: None if own is None else to_cpu(own) for fqn, own in gradients}
+
+    def full_optimizer_state(self, w: Wrapped) -> dict[str, dict[str, Any]]:
+        """As above."""
+        states = ((fqn, w.optimizer.state.get(parameter)) for fqn, parameter in w.native.named)
+        return {
+            fqn: {key: to_cpu(v) if isinstance(v, Tensor) else v for key, v in state.items()}
+            for fqn, state in states
+            if state is not None
+        }
+
     def buffers(self, w: Wrapped) -> Any:
         """Every rank's buffers."""
         return PerRank(

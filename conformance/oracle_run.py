@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from conformance.adapter import LossFn, OptimizerFactory, Wrapped, named_parameters, to_cpu
+from conformance.adapter import (
+    LossFn,
+    OptimizerFactory,
+    Wrapped,
+    ignore,
+    named_parameters,
+    to_cpu,
+)
 from conformance.oracle import trainable, units_of
-from conformance.scenarios.run import Clip, Run, Watch
+from conformance.scenarios.run import Clip, Run, Watch, Writer
 
 
 class Truth(Protocol):
@@ -78,17 +85,76 @@ class OracleWatch(Watch):
             self.weights = _copies(self.run.adapter.bare(self.wrapped))
 
 
+class Tape:
+    """Writes with a writer, and keeps the calls, so that another one can be given them again."""
+
+    def __init__(self, writer: Writer) -> None:
+        """Nothing is kept yet."""
+        self._writer = writer
+        self.calls: list[Callable[[Writer], None]] = []
+
+    def begin_phase(self, name: str) -> None:
+        """See `Writer`."""
+        self._keep(lambda writer: writer.begin_phase(name))
+
+    def end_phase(self, error: str | None = None, traceback: str = "") -> None:
+        """See `Writer`."""
+        self._keep(lambda writer: writer.end_phase(error, traceback))
+
+    def write(self, what: str, value: Any, **where: Any) -> None:
+        """See `Writer`."""
+        self._keep(lambda writer: writer.write(what, value, **where))
+
+    def _keep(self, call: Callable[[Writer], None]) -> None:
+        call(self._writer)
+        self.calls.append(call)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What running a part of a program came to.
+
+    Attributes:
+        written: its calls of a writer.
+        left: the pair after it, and the weights before its last step; to be copied.
+    """
+
+    written: Sequence[Callable[[Writer], None]]
+    left: tuple[Wrapped, list[Tensor] | None]
+
+
 @dataclass(kw_only=True)
 class OracleRun(Run):
     """A `Run` whose adapter is a `Truth`.
 
     Attributes:
         suspects: whether to record what defects would have produced; one of the runs does.
+        parts: by name, what is common to cases that differ from this one in nothing that changes
+            it, and has been run; ``None`` runs every part in every case.
     """
 
     suspects: bool = False
+    parts: MutableMapping[str, Part] | None = None
     _before: list[Tensor] | None = field(default=None, init=False)
     _big: dict[str, Tensor | None] | None = field(default=None, init=False)
+
+    def shared(self, name: str, part: Callable[[Run], Wrapped]) -> Wrapped:
+        """What `part` leaves: the first case that has it runs it, others write what it wrote."""
+        if self.parts is None:
+            return super().shared(name, part)
+        if name in self.parts:
+            known = self.parts[name]
+            for call in known.written:
+                call(self.writer)
+            w, self._before = _copied_pair(*known.left)
+            return w
+        writer = self.writer
+        self.writer = tape = Tape(writer)
+        w = super().shared(name, part)
+        self.writer = writer
+        w.observe = ignore  # the observer of its last step holds this run
+        self.parts[name] = Part(written=tape.calls, left=_copied_pair(w, self._before))
+        return w
 
     def build(
         self,
@@ -200,13 +266,30 @@ def positions_of_units(
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A deep copy. Each part has a dozen tables of hooks, nearly all empty, which take most of it.
+    """A deep copy."""
+    return copy.deepcopy(module, _copies_known(module))
 
-    `copy` is told of an empty table that another stands for it.
+
+def _copied_pair(w: Wrapped, before: list[Tensor] | None) -> tuple[Wrapped, list[Tensor] | None]:
+    known = _copies_known(w.module)
+    states = (value for state in w.optimizer.state.values() for value in state.values())
+    for tensor in (*states, *w.module.buffers(), *(before or ())):
+        if isinstance(tensor, Tensor):
+            known[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy((w, before), known)
+
+
+def _copies_known(module: nn.Module) -> dict[int, Any]:
+    """Object to copy, for `copy.deepcopy` of `module` or of what holds it: what takes it longest.
+
+    Each part has a dozen tables of hooks, nearly all empty, and a tensor is copied by its storage.
     """
     tables = (value for part in module.modules() for value in vars(part).values())
     known: dict[int, Any] = {id(t): type(t)() for t in tables if type(t) is OrderedDict and not t}
-    return copy.deepcopy(module, known)
+    for own in module.parameters():
+        if type(own) is nn.Parameter:
+            known[id(own)] = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
+    return known
 
 
 def _copies(module: nn.Module) -> list[Tensor]:

@@ -46,9 +46,18 @@ SHOWN_BY: Mapping[str, frozenset[str]] = {
 """Scenarios that a few models take, and their names."""
 
 
+NEEDED: Mapping[str, frozenset[str]] = {"routed": frozenset({"unused_parameters.ranks"})}
+"""Traits of models, and the claims without which such a model is not run.
+
+Unless all combinations are asked for, one training shows what it is for: one backward a step, since
+a rank that takes several uses more, and plain steps, which do not hide the size of a gradient.
+"""
+
+
 OWN_OPTIONS: Mapping[str, Mapping[str, object]] = {
     # with the order of three additions, and with steps that do not hide a gradient's last bits
     "repeated": {"accumulation": 3, "optimizer": "sgd"},
+    "scaled": {"optimizer": "sgd"},  # the other one does not mind a scale
 }
 """Options of scenarios that have one case."""
 
@@ -190,6 +199,13 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
     if depth is Depth.WIDE and model.traits & SINGULAR:
         depth = Depth.NARROW
     training = training_of(model)
+    needed = needed_by(model)
+    if needed - capabilities:
+        return
+    if needed and asked is not Depth.FULL:
+        if not SCENARIOS[training].needs - capabilities:
+            yield Case.of(model.name, training, optimizer="sgd", accumulation=1)
+        return
     for scenario in SCENARIOS.values():
         if scenario.needs - capabilities or scenario.name == SEQUENCE:
             continue
@@ -213,6 +229,11 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
             yield Case.of(model.name, scenario.name, **OWN_OPTIONS.get(scenario.name, {}))
             if scenario.name == "eval_first" and model.name == PLAIN_MODEL:
                 yield Case.of(model.name, scenario.name, mode="inference")
+
+
+def needed_by(model: models.ModelCase) -> frozenset[str]:
+    """The claims without which a model is not run."""
+    return frozenset().union(*(NEEDED[trait] for trait in model.traits & NEEDED.keys()))
 
 
 def training_of(model: models.ModelCase) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from conformance.mutants import MUTANTS
+from conformance.report.words import number
 from conformance.verdicts import Finding, Verdict
 
 
@@ -20,10 +21,6 @@ def without_power(finding: Finding, world: int) -> Finding:
     return replace(
         finding,
         verdict=Verdict.NO_POWER,
-        sentence=f"cannot fail with {_ranks(world)}: its mutants ({names}) show from"
-        f" {_ranks(needed)} on",
+        sentence=f"cannot fail with {number(world, 'rank')}: its mutants ({names}) show from"
+        f" {number(needed, 'rank')} on",
     )
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -6,7 +6,7 @@ DTensors. Which placements they have is decided in ``placement.py``. No order, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -247,6 +247,10 @@ class DTensorExposure:
             if param.address is not None and local.data_ptr() != param.address:
                 return True
         return False
+
+    def optimized(self, params: Sequence[DTensorParam]) -> Iterable[torch.Tensor]:
+        """Return the DTensors."""
+        return (param.sharded for param in params)
 
     def requires_grad(self, params: Sequence[DTensorParam]) -> list[bool]:
         """Return which of the DTensors are to be trained."""

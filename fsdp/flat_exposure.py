@@ -109,6 +109,10 @@ class FlatExposure(BaseExposure):
         for param, (offset, numel) in zip(params, self._places, strict=True):
             param.local = data.narrow(0, offset, numel)
 
+    def optimized(self, params: Sequence[FlatParam]) -> Iterable[torch.Tensor]:
+        """Return the flat parameter."""
+        return (self.flat,)
+
     def requires_grad(self, params: Sequence[FlatParam]) -> list[bool]:
         """Return whether the flat parameter is to be trained, for each of its parts."""
         return [self.flat.requires_grad] * len(params)
@@ -117,7 +121,7 @@ class FlatExposure(BaseExposure):
         """Make the leaf, a plain tensor: no parameter but the flat one is registered."""
         # Not a view for autograd, which speaks of views instead of parameters in its errors.
         made = param.shown(param.restored(whole.view(-1)).data)
-        made = made.requires_grad_(self.flat.requires_grad)
+        made.requires_grad = self.flat.requires_grad  # the method is refused inside ``torch.func``
         self._whole_places = None
         return cast("nn.Parameter", made)
 

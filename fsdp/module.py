@@ -86,7 +86,7 @@ class FSDPModule(PassSettings, CommSettings):
                 sharded = cast("DTensorParam", param).sharded
                 if set_to_none:
                     sharded.grad = None
-                elif sharded.grad is not None:
+                elif sharded.grad is not None and param.registered() is not sharded:
                     sharded.grad.zero_()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

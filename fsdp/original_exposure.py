@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -102,6 +102,10 @@ class OriginalExposure(BaseExposure):
                 param.original = found
             mark_taken(found)  # which is lost where it was swapped, too
             param.local = self._flattened(param, found.data)
+
+    def optimized(self, params: Sequence[FlatParam]) -> Iterable[torch.Tensor | None]:
+        """Return the user's parameters."""
+        return map(_ORIGINAL, params)
 
     def requires_grad(self, params: Sequence[FlatParam]) -> list[bool]:
         """Return which of the user's parameters are to be trained."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from fsdp.api import MixedPrecisionPolicy
 from fsdp.engine.lazy_init import lazy_init
-from fsdp.engine.torch_private import graph_task
+from fsdp.engine.torch_private import graph_task, without_transforms
 from fsdp.wrapper_order import ForwardOrder
 from fsdp.wrapper_unit import WrappedUnit, units_of
 
@@ -35,8 +35,9 @@ def start(root: WrappedUnit) -> None:
     lazy_init(root._state, functools.partial(_check, units))
     if root._arguments.mixed_precision.cast_root_forward_inputs:
         root._state.mp_policy = root._arguments.policy(cast_forward_inputs=True)
-    for unit in units:
-        _cast_buffers(unit)
+    with without_transforms():
+        for unit in units:
+            _cast_buffers(unit)
     order = ForwardOrder(root)
     for unit in units:
         unit._order = order if order.needed else None

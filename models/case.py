@@ -30,6 +30,7 @@ TRAITS: Mapping[str, str] = {
     "mixed": "some units hold frozen and trainable parameters",
     "scalar": "some parameters have no dimensions",
     "varying": "some parameters take part in some forwards and not in others",
+    "routed": "some parameters take part on some ranks and not on others",
     "wide": "parameters take many times the bytes of everything else",
 }
 """The names that `ModelCase.traits` may hold, with their meaning."""

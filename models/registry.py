@@ -15,6 +15,7 @@ from . import (
     nested_io,
     recomputed,
     reused,
+    routed,
     scalar,
     strided,
     tiny,
@@ -41,6 +42,7 @@ _MODULES = (
     adapted,
     scalar,
     varying,
+    routed,
     wide,
 )
 

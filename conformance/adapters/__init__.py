@@ -10,10 +10,12 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from conformance.errors import UsageError, unknown
+from conformance.near import near_matches, offer
 
 if TYPE_CHECKING:
     from conformance.adapter import Adapter
@@ -40,9 +42,10 @@ def place_of(name: str) -> tuple[str, str]:
         raise _unnamed_class(name)
     top = module.partition(".")[0]
     if not _is_module(top):
+        here = offer(near_matches(top, (found.name for found in iter_modules([""]))))
         raise UsageError(
             f"adapter {name!r}: cannot import {module}: there is no {top!r} in this folder, nor"
-            " where else Python looks"
+            f" where else Python looks{'; ' if here else ''}{here}"
         )
     return module, class_name
 

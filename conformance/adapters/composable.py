@@ -24,6 +24,11 @@ from conformance.adapters.meshes import hybrid_mesh
 from conformance.adapters.refusals import refusals
 from conformance.adapters.torch_checkpoint import CheckpointDirectory
 
+UNUSED_ANNOUNCED = (
+    "built with set_reduce_scatter_unused_params(True), because some ranks use parameters that"
+    " others do not"
+)
+
 
 class ComposableAdapter(CheckpointDirectory):
     """Shards the units that the model case names, then the root.
@@ -54,6 +59,7 @@ class ComposableAdapter(CheckpointDirectory):
             "two_forwards",
             "unused_parameters",
             "unused_parameters.varying",
+            "unused_parameters.ranks",
             "optimizer.whole",
             "shard.parameters",
             "shard.optimizer",
@@ -87,10 +93,13 @@ class ComposableAdapter(CheckpointDirectory):
                 if isinstance(child, config.units):
                     shard(child, mesh=mesh, **self.of_unit(options))
             shard(model, mesh=mesh, **options)
+        remarks = (UNUSED_ANNOUNCED,) if config.ranks_differ else ()
+        if config.ranks_differ:
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         if any(parameter.is_meta for parameter in model.parameters()):
             self.give_storage(model, config.device)
         optimizer = make_optimizer(model.parameters())
-        return Wrapped(module=model, optimizer=optimizer)
+        return Wrapped(module=model, optimizer=optimizer, remarks=remarks)
 
     def of_unit(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """What of the root's `options` the units inside are sharded with; all of them."""

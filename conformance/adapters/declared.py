@@ -6,20 +6,34 @@ named or found.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from difflib import get_close_matches
+from functools import cache
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 from conformance.adapter import Adapter, Conventions
 from conformance.errors import UsageError, unknown
 from conformance.names import CAPABILITIES
+from conformance.near import is_slip
 
-MISSPELT = 0.9
-"""How alike a name is to a verb, of `difflib`, that can only be a slip: helpers called
-``load_optimizer_state`` or ``saved`` are 0.89."""
+PUBLIC = tuple(name for name in vars(Adapter) if not name.startswith("_"))
+VERBS = tuple(name for name in PUBLIC if callable(getattr(Adapter, name)))
+
+WITHOUT_DEFAULT: Mapping[str, tuple[str, ...]] = {
+    "save": ("save", "load"),
+    **{
+        f"{state}.{kind}": (state, f"load_{state}")
+        for state in ("model_state", "optim_state")
+        for kind in ("sharded", "local")
+    },
+}
+"""The verbs that a claim is about and of which the defaults raise."""
 
 
 @contextmanager
@@ -80,7 +94,8 @@ def check_declarations(name: str, adapter: Adapter) -> None:
     Raises:
         UsageError: one is not, or a claim is no capability.
     """
-    _check_spelling(name, type(adapter))
+    _check_spelling(name, adapter)
+    _check_signatures(name, adapter)
     claims: Any
     with blaming(name, "capabilities"):
         claims = adapter.capabilities
@@ -91,6 +106,7 @@ def check_declarations(name: str, adapter: Adapter) -> None:
     for claim in sorted(adapter.capabilities - set(CAPABILITIES)):
         place = f"(claimed by {name})"
         raise unknown("capability", claim, CAPABILITIES, where=place, listed="capabilities")
+    _check_verbs(name, adapter)
     with blaming(name, "conventions"):
         conventions: Any = adapter.conventions
     if not isinstance(conventions, Conventions):
@@ -101,26 +117,98 @@ def check_declarations(name: str, adapter: Adapter) -> None:
         raise _wrong(name, "replicas", replicas, "an int of at least 1")
 
 
-def _check_spelling(name: str, cls: type[Adapter]) -> None:
+def _check_spelling(name: str, adapter: Adapter) -> None:
     """See that nothing is nearly called as a verb of which the default would be taken instead.
 
-    A method is compared with methods, and a value with values.
+    A method is compared with methods, and a value with values. What the author's own code asks for
+    is a helper, whatever it is called.
     """
-    public = [verb for verb in vars(Adapter) if not verb.startswith("_")]
-    left = [verb for verb in public if getattr(cls, verb) is getattr(Adapter, verb)]
+    left = [public for public in PUBLIC if not _defines(adapter, public)]
     # what comes from other bases is called as these need it
-    written = {own for base in cls.__mro__ if issubclass(base, Adapter) for own in vars(base)}
-    for own in sorted(written - set(dir(Adapter))):
+    bases = [base for base in type(adapter).__mro__ if issubclass(base, Adapter)]
+    written = {own: getattr(base, own) for base in bases for own in vars(base)} | vars(adapter)
+    for own in sorted(written.keys() - set(dir(Adapter))):
         if own.startswith("_"):
             continue
-        method = callable(getattr(cls, own))
-        alike = [verb for verb in left if callable(getattr(Adapter, verb)) == method]
-        near = get_close_matches(own, alike, 1, MISSPELT)
-        if near:
+        near = [p for p in left if (p in VERBS) == callable(written[own]) and is_slip(own, p)]
+        if near and not _asked_for(own, bases):
             raise UsageError(
-                f"adapter {name!r}: nothing asks for {own!r}; did you mean {near[0]}? (name a"
-                " helper with _ in front)"
+                f"adapter {name!r}: nothing asks for {own!r}; did you mean {near[0]}?"
+                f" (a helper of yours: name it _{own})"
             )
+
+
+def _defines(adapter: Adapter, public: str) -> bool:
+    """Whether a verb or a setting is not the default."""
+    own = getattr(adapter, public) if public in vars(adapter) else getattr(type(adapter), public)
+    return own is not getattr(Adapter, public)
+
+
+def _asked_for(own: str, bases: list[type[Adapter]]) -> bool:
+    """Whether a module of the packages that the classes are from reads an attribute of this name.
+
+    Their text is looked at: it is there, and a helper may be for any of them.
+    """
+    packages = {base.__module__.partition(".")[0] for base in bases if base is not Adapter}
+    read = re.compile(rf"[.\"']{own}\b(?!\s*[-+*/|&^]?=[^=])")
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] in packages:
+            try:
+                source = inspect.getsource(module)
+            except (OSError, TypeError):  # of no file
+                continue
+            if read.search(source):
+                return True
+    return False
+
+
+def _check_signatures(name: str, adapter: Adapter) -> None:
+    """See that every verb takes the arguments that it is called with, whatever it calls them."""
+    for verb in VERBS:
+        if not _defines(adapter, verb):
+            continue
+        own: Any = getattr(adapter, verb)
+        if not callable(own):
+            raise _wrong(name, verb, own, "a method")
+        if inspect.isgeneratorfunction(own):
+            raise UsageError(
+                f"adapter {name!r}: {verb}() yields; it lacks the decorator"
+                " @contextlib.contextmanager"
+            )
+        by_place, by_name = _called(verb)
+        bound = inspect.ismethod(own)
+        places = ["self", *by_place] if bound else by_place
+        try:
+            taken = signature(own.__func__ if bound else own)
+        except ValueError:  # of nothing written in Python
+            continue
+        try:
+            taken.bind(*places, **dict.fromkeys(by_name))
+        except TypeError as error:
+            plain = [p.replace(annotation=p.empty) for p in taken.parameters.values()]
+            mine = taken.replace(parameters=plain, return_annotation=taken.empty)
+            call = ", ".join([*places, *(f"{keyword}=..." for keyword in by_name)])
+            raise UsageError(
+                f"adapter {name!r}: {verb}{mine} is called as {verb}({call}): {error}"
+            ) from None
+
+
+@cache
+def _called(verb: str) -> tuple[list[str], list[str]]:
+    """(arguments by place, arguments by name) with which a verb is called."""
+    _, *wanted = signature(getattr(Adapter, verb)).parameters.values()
+    by_name = [p.name for p in wanted if p.kind is Parameter.KEYWORD_ONLY]
+    return [p.name for p in wanted if p.name not in by_name], by_name
+
+
+def _check_verbs(name: str, adapter: Adapter) -> None:
+    """See that what a claim cannot do without is defined."""
+    for claim in sorted(adapter.capabilities):
+        for verb in WITHOUT_DEFAULT.get(claim, ()):
+            if not _defines(adapter, verb):
+                raise UsageError(
+                    f"adapter {name!r}: claims {claim!r}, but does not define {verb}()"
+                )
 
 
 def _wrong(name: str, what: str, got: object, wanted: str) -> UsageError:

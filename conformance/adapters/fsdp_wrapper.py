@@ -80,6 +80,7 @@ class FullyShardedAdapter(OwnCheckpoint, FlatStatesAdapter):
             "two_forwards",
             "unused_parameters",
             "unused_parameters.varying",
+            "unused_parameters.ranks",
             "scaler",
             "shard.parameters",
             "shard.optimizer",

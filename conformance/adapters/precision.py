@@ -22,7 +22,6 @@ from conformance.adapter import (
 )
 from conformance.adapters.composable import ComposableAdapter
 from conformance.adapters.wrapping import HYBRID, WrapperAdapter
-from conformance.gather import full_copies
 
 BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 
@@ -149,7 +148,7 @@ class ComposablePrecision(ComposableAdapter):
 
         That of the root, say, which is whole until the next step, and in a low dtype.
         """
-        return full_copies({fqn: p.detach() for fqn, p in w.native.items()})
+        return {fqn: p.detach() for fqn, p in w.native.items()}
 
 
 class FlatPrecision(WrapperAdapter):

@@ -71,6 +71,7 @@ class DataParallelAdapter(ReplicatedAdapter):
             # no "two_forwards": docs/findings/ddp-two-forwards.md
             "unused_parameters",
             "unused_parameters.varying",
+            "unused_parameters.ranks",
             "optimizer.whole",
             "hooks.parameters",
             "scaler",
@@ -85,7 +86,7 @@ class DataParallelAdapter(ReplicatedAdapter):
             # docs/findings/ddp-static-graph-no-sync.md
             self.capabilities -= {"no_sync", "no_sync.dropped"}
             # the graph of the first step is that of all
-            self.capabilities -= {"unused_parameters.varying"}
+            self.capabilities -= {"unused_parameters.varying", "unused_parameters.ranks"}
         if not options.get("broadcast_buffers", True):
             self.conventions = Conventions(buffers="local")
 

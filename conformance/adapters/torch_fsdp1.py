@@ -47,6 +47,7 @@ class FullyShardedAdapter(FlatStatesAdapter, CheckpointDirectory):
             # no "two_forwards": docs/findings/fsdp1-two-forwards.md
             "unused_parameters",
             "unused_parameters.varying",
+            "unused_parameters.ranks",
             "scaler",
             "shard.parameters",
             "shard.optimizer",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 from conformance.adapters.composable import ComposableAdapter
 from conformance.adapters.composable_pairs import PairsOfComposable
@@ -14,6 +19,9 @@ class FullyShardAdapter(ComposableAdapter):
     """PyTorch's composable wrapper."""
 
     shard = staticmethod(fully_shard)
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # new in torch 2.13
+        # docs/findings/fsdp2-ranks-use-other-parameters.md
+        capabilities = ComposableAdapter.capabilities - {"unused_parameters.ranks"}
 
 
 class PairsAdapter(PairsOfComposable, FullyShardAdapter):

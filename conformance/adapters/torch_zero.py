@@ -42,6 +42,7 @@ class ZeroRedundancyAdapter(ReplicatedAdapter):
             # no "two_forwards": docs/findings/ddp-two-forwards.md
             "unused_parameters",
             "unused_parameters.varying",
+            "unused_parameters.ranks",
             "optimizer.whole",
             "shard.optimizer",
             "hooks.parameters",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from conformance.causes import Cause
 from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger, Suspects, compare_trees, observed, place
-from conformance.checks.gradients import GRADIENTS
+from conformance.checks.gradients import GRADIENTS, total
 from conformance.checks.registry import TRAINING, check
 from conformance.checks.rows import by_parts
 from conformance.explain import Suspect
@@ -62,27 +62,54 @@ def _norm_suspects(evidence: Evidence, rank: int, seen: Observation) -> list[Sus
     scalar = as_tensor(seen.value)
     wrong = wrong_norms(evidence, rank, seen)
     own = evidence.history.find(rank, "grad_norm", seen.where)
-    if own is not None and own.value is not None and added_in_short(own.value, scalar):
-        wrong.append((Cause.DTYPE_ROUND_TRIP, float(own.value)))
+    if own is not None and own.value is not None:
+        bound = evidence.oracle.bound(rank, "grad_norm", dict(seen.where))
+        reduced = evidence.oracle.reference.get(rank, "gradients", step=seen.where["step"])
+        sums = added_in_short(_of_distinct(evidence, reduced), float(seen.where["p"]))
+        if rounded_in_short(float(own.value), float(scalar), bound, sums):
+            wrong.append((Cause.DTYPE_ROUND_TRIP, float(own.value)))
     return [(cause, scalar.new_tensor(value)) for cause, value in wrong]
 
 
-ROUNDINGS = 4
-"""How many spacings of a short dtype a norm may be off whose sum was made in it: one is the last
-rounding, the others are those of the norms of parameters that were added."""
+SHORT = (torch.bfloat16, torch.float16)
 
 
-def added_in_short(got: Any, expected: Any) -> bool:
-    """Whether a norm is one of the few numbers of a short dtype, and near the right one.
+def rounded_in_short(got: float, expected: float, bound: float, sums: Sequence[Tensor]) -> bool:
+    """Whether a norm is the right one rounded to a short dtype, or a sum that was made in one.
 
-    Rounded more than once, it need not be the nearest of them.
+    Args:
+        got: the norm.
+        expected: the right one.
+        bound: by how much it may be off before it is rounded.
+        sums: what `added_in_short` gives. With another order of the parameters a sum may be the
+            number next to it.
     """
-    a, b = as_tensor(got).double(), as_tensor(expected).double()
-    return any(
-        bool(a.to(short).double() == a)
-        and bool((a - b).abs() <= ROUNDINGS * torch.finfo(short).eps * b.abs())
-        for short in (torch.bfloat16, torch.float16)
-    )
+    if not math.isfinite(got):
+        return False
+    number = torch.tensor(got, dtype=torch.float64)
+    for short in SHORT:
+        near = [torch.tensor(expected + off).to(short) for off in (-bound, 0.0, bound)]
+        spacing = torch.finfo(short).eps * 2.0 ** math.floor(math.log2(abs(got) or 1.0))
+        added = [value.double() for value in sums if value.dtype is short]
+        if bool(number.to(short).double() == number) and (
+            got in [float(value) for value in near]
+            or any(bool((number - value).abs() <= spacing) for value in added)
+        ):
+            return True
+    return False
+
+
+def added_in_short(gradients: Mapping[str, Any], p: float) -> list[Tensor]:
+    """p-norms whose powers are added up in short dtypes: of elements, of parameters, one by one."""
+    found: list[Tensor] = []
+    parts = [g for g in gradients.values() if isinstance(g, Tensor) and g.numel()]
+    for short in SHORT if parts and not math.isinf(p) else ():
+        low = [part.to(short) for part in parts]
+        norms = [part.norm(p).to(short) for part in parts]
+        found += [torch.stack([part.norm(p) for part in low]).norm(p), torch.stack(norms).norm(p)]
+        for powers in ([n**p for n in norms], [(part.abs() ** p).sum() for part in low]):
+            found.append(total(powers) ** (1 / p))
+    return found
 
 
 def wrong_norms(evidence: Evidence, rank: int, seen: Observation) -> list[tuple[Cause, float]]:

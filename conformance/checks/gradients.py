@@ -20,6 +20,7 @@ from conformance.checks.rows import misplaced_rows
 from conformance.explain import Suspect
 from conformance.history import History, Observation
 from conformance.models import ModelCase
+from conformance.tolerance import distance
 
 ANY_TRAINING = TRAINING | {
     "eval_first",
@@ -73,6 +74,7 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
     def suspects(rank: int, seen: Observation, key: str) -> list[Suspect]:
         expected, world = seen.value[key], evidence.world_at(seen.moment)
         found: list[Suspect] = [
+            *_of_few_ranks(evidence, rank, seen, key),
             (Cause.SUMMED_NOT_AVERAGED, expected * world),
             (Cause.DIVIDED_TWICE, expected / world),
         ]
@@ -102,6 +104,36 @@ def gradient_suspects(evidence: Evidence) -> Suspects:
         return found + _weighed(evidence, rank, seen, key)
 
     return suspects
+
+
+def _of_few_ranks(evidence: Evidence, rank: int, seen: Observation, key: str) -> list[Suspect]:
+    """What becomes of a parameter that other ranks used and some did not.
+
+    Where one rank used it, its own gradient, the mean over those that did and the sum over all are
+    one number. The first is not on every rank; the last is what all parameters have.
+    """
+    world, find = evidence.world_at(seen.moment), evidence.oracle.reference.find
+    seen_own = [find(other, "gradients_of_rank", seen.where) for other in range(world)]
+    own = [one.value for one in seen_own if one is not None]
+    seen_held = [evidence.history.find(other, seen.what, seen.where) for other in range(world)]
+    held = [one.value for one in seen_held if one is not None]
+    used = {name: sum(tree.get(name) is not None for tree in own) for name in seen.value}
+    if used[key] in (0, world) or len(own) < world or len(held) < world:
+        return []
+
+    def alike(name: str, got: Any, other: Tensor) -> bool:
+        bound = evidence.oracle.bound(rank, seen.what, dict(seen.where), name)
+        there = isinstance(got, Tensor) and got.shape == other.shape
+        return there and distance(got, other) <= bound
+
+    expected = seen.value[key]
+    if not all(alike(key, tree.get(key), held[rank][key]) for tree in held):
+        return [(Cause.NOT_REDUCED, own[rank].get(key, torch.zeros_like(expected)))]
+    by_all = [name for name, users in used.items() if users == world]
+    right = all(alike(name, held[rank].get(name), seen.value[name]) for name in by_all)
+    if not right or evidence.conventions.gradients == "sum":
+        return []
+    return [(Cause.UNEQUAL_WEIGHTS, expected * (world / used[key]))]
 
 
 def _with_dropped(history: History, rank: int, expected: Tensor, key: str) -> list[Suspect]:

@@ -109,6 +109,7 @@ def _when(seen: Observation, rank: int) -> str:
 
 def _compare_counts(ledger: Ledger, seen: Observation, got: Mapping[str, Any], rank: int) -> None:
     stateful = {key.rpartition("/")[0] for key in got}
+    when = _when(seen, rank)
     for key in seen.value:
         # a parameter without any state has lost more than its count: other checks say so
         if is_value(key) or key.removesuffix(STEP) not in stateful:
@@ -121,7 +122,7 @@ def _compare_counts(ledger: Ledger, seen: Observation, got: Mapping[str, Any], r
             counted,
             moment=seen.moment,
             cause=Cause.MISSING_KEY if value is None else Cause.WRONG_STEP_COUNT,
-            sentence=f"step count {key} {_when(seen, rank)} is {shown}, expected {expected:g}",
+            sentence=f"step count {key} {when} is {shown}, expected {expected:g}",
             rank=rank,
             fqn=key,
             got=shown,

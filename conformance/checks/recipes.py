@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from conformance.causes import MEANING, Cause
 from conformance.checks.evidence import (
@@ -15,10 +16,13 @@ from conformance.checks.evidence import (
 )
 from conformance.checks.registry import check
 from conformance.checks.structure import hold_ties
+from conformance.checks.updates import stepped
 from conformance.explain import Suspect
 from conformance.history import Observation
+from conformance.optimizers import optimizer_named
 from conformance.report.words import number
 from conformance.scenarios.recipes import OVERFLOW, ROW_OVERFLOW, SCALED_STEPS
+from conformance.tolerance import distance
 
 WITNESS = frozenset({"witness"})
 
@@ -143,6 +147,53 @@ def _hold_together(evidence: Evidence, ledger: Ledger, overflow: int, steps: ran
                 fqn=name,
                 **seen.where,
             )
+
+
+@check(
+    "scaler.step",
+    profile="robustness",
+    scenarios=frozenset({"scaled"}),
+    needs=frozenset({"scaler"}),
+)
+def scaler_step(evidence: Evidence, ledger: Ledger) -> None:
+    """The first step through a scaler changes every parameter as one without a scaler does."""
+    step = {"step": 0}
+    for rank, seen, after in observed(evidence, "parameters"):
+        if seen.where != step:
+            continue
+        before = evidence.history.get(rank, "parameters", step=-1)
+        start = evidence.oracle.reference.get(rank, "parameters", step=-1)
+        for key in sorted(seen.value.keys() & after.keys() & before.keys()):
+            got, expected = after[key] - before[key], seen.value[key] - start[key]
+            bound = evidence.oracle.bound(rank, "parameters", step, key)
+            name = f"change of {key} in step 0, rank {rank},"
+            where = {"rank": rank, "fqn": key, **seen.where}
+            if _not_unscaled(evidence, rank, key, got, expected, bound):
+                cause = Cause.NOT_UNSCALED
+                ledger.hold(
+                    False,
+                    moment=seen.moment,
+                    cause=cause,
+                    sentence=f"{name} is {MEANING[cause]}",
+                    **where,
+                )
+            else:
+                ledger.number(got, expected, bound, name=name, moment=seen.moment, **where)
+
+
+def _not_unscaled(
+    evidence: Evidence, rank: int, key: str, got: Tensor, expected: Tensor, bound: float
+) -> bool:
+    """Whether a wrong first change is that by the scaled gradient, as close as one so large is."""
+    reference, step = evidence.oracle.reference, {"step": 0}
+    scale, gradients = (reference.find(rank, w, step) for w in ("scale", "gradients_scaled"))
+    gradient = None if gradients is None else gradients.value.get(key)
+    if scale is None or not isinstance(gradient, Tensor) or got.shape != expected.shape:
+        return False
+    start = reference.get(rank, "parameters", step=-1)[key]
+    wrong = stepped(optimizer_named(evidence.case.optimizer), start, [gradient]) - start
+    near = distance(got, wrong) <= bound * max(1.0, float(scale.value))
+    return near and distance(got, expected) > bound
 
 
 @check("average.values", profile="robustness", scenarios=frozenset({"averaged"}))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.causes import MEANING, Cause
-from conformance.checks.evidence import Evidence, Ledger, place
+from conformance.checks.evidence import Evidence, Ledger, observed, place
 from conformance.checks.names import one_sided
 from conformance.checks.optimizer import compare_count, compare_options, is_value
 from conformance.checks.registry import check
 from conformance.history import Observation, as_tensor
 from conformance.scenarios.checkpoint import STEPS_BEFORE
+
+SHOWN = 3
+"""How many names of what has changed a sentence tells."""
 
 SAVED = {"step": STEPS_BEFORE - 1}
 """Where the last observation before the save was made."""
@@ -35,6 +38,23 @@ def save_unchanged(evidence: Evidence, ledger: Ledger) -> None:
             where = {"rank": rank, **seen.where}
             compare_options(ledger, seen.moment, got, due, f"after the save, rank {rank},", **where)
         _compare_going_on(evidence, ledger, rank)
+
+
+@check("save.surroundings", profile="checkpoint", scenarios=frozenset({"checkpoint"}))
+def save_surroundings(evidence: Evidence, ledger: Ledger) -> None:
+    """A save, and a load, leaves modes, flags, random numbers and global state as they were."""
+    for rank, seen, changed in observed(evidence, "surroundings_changed"):
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        ledger.hold(
+            not changed,
+            moment=seen.moment,
+            cause=Cause.NOT_RESTORED,
+            sentence=f"after the {seen.where['act']}, rank {rank}: not as before are"
+            f" {', '.join(changed[:SHOWN])}{more}: {MEANING[Cause.NOT_RESTORED]}",
+            rank=rank,
+            got=", ".join(changed),
+            **seen.where,
+        )
 
 
 def _kept(evidence: Evidence, what: str, rank: int) -> list[Observation]:

@@ -219,9 +219,11 @@ def ranks_in_step(evidence: Evidence, key: str) -> list[int]:
     reference, found = evidence.oracle.reference, []
     for rank in range(evidence.world):
         moved, due = (
-            [history.get(rank, "parameters", step=step)[key] for step in (-1, 0)]
+            [history.get(rank, "parameters", step=step).get(key) for step in (-1, 0)]
             for history in (evidence.history, reference)
         )
+        if any(one is None or one.shape != due[0].shape for one in moved):
+            continue  # reported at the end
         bound = evidence.oracle.bound(rank, "parameters", {"step": 0}, key)
         if distance(moved[1] - moved[0], due[1] - due[0]) <= bound:
             found.append(rank)

@@ -129,7 +129,7 @@ def run(  # noqa: PLR0913 - one parameter an option
 
 @app.command("list")
 def list_(what: o.List, as_json: o.AsJson = False) -> None:  # noqa: FBT002 - a flag
-    """Show what there is."""
+    """Show checks, adapters, models, cases and what else can be named."""
     from conformance.cli.listing import listing
 
     typer.echo(listing(what, as_json=as_json))

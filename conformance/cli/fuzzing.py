@@ -207,16 +207,17 @@ class Hunt:
         summary = (
             f"{number(search.tried, 'example')}{refused}, {number(found, 'deviation')},"
             f" {number(self._judged.checks, 'check')} passed in {seconds:.1f} s,"
-            f" {search.tried / seconds:.1f} examples a second ({self._where}, seed {search.seed})"
+            f" {search.tried / seconds:.2g} examples a second ({self._where}, seed {search.seed})"
         )
         return text + "".join(f"{line}\n" for line in indented(summary, 0))
 
     def _judge(self, example: Example) -> Sequence[Finding]:
         search, seconds = self._search, time.monotonic() - self._started
-        smaller = "; making one smaller" if search.unfinished else ""
+        found = self._found + bool(search.unfinished)
+        smaller = "; making the last one smaller" if search.unfinished else ""
         self._ticker.show(
             f"{search.tried} of {number(search.examples, 'example')},"
-            f" {number(self._found, 'deviation')} in {seconds:.0f} s{smaller}"
+            f" {number(found, 'deviation')} in {seconds:.0f} s{smaller}"
         )
         return self._judged(example)
 

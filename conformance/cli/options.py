@@ -172,7 +172,7 @@ Adapters = Annotated[
     list[str],
     typer.Argument(
         metavar="ADAPTER",
-        help="Names of adapters, or package.module:Class.",
+        help="Names of adapters, as list adapters shows them, or package.module:Class.",
         callback=checked(place_of),
     ),
 ]
@@ -259,7 +259,7 @@ Baseline = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="What says what is right: oracle, or ddp, DDP on the same ranks.",
+        help="What is taken for right: oracle, or ddp, which is DDP on the same ranks.",
         callback=checked(is_baseline),
     ),
 ]
@@ -294,14 +294,17 @@ Timeout = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
-        help="Seconds that the ranks have for one case, after which it is HANG. The start of the"
-        " first ranks and the oracle's run, which has as long, come before.",
+        help="Seconds that the ranks have for one case, after which it is HANG; the start of the"
+        " first ranks does not count, and the oracle's run has as long again.",
         parser=str,
         callback=_time,
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(metavar="N", help="Of every random number.", parser=str, callback=at_least(0))
+    int,
+    typer.Option(
+        metavar="N", help="Seed of every random number.", parser=str, callback=at_least(0)
+    ),
 ]
 Examples = Annotated[
     int,

@@ -115,6 +115,30 @@ class InfinityNormOfLocalShard(NormOfLocalShard):
         return (super().clip_grad_norm if norm_type == inf else right)(w, max_norm, norm_type)
 
 
+@mutant(check="clip.norm", cause=Cause.OTHER_NORM, case="mlp/train/optimizer=sgd", world=1)
+class OneNormIsTheTwoNorm(Adapter):
+    """Whatever p is asked for, but infinity, the 2-norm is taken."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """The maximum is a case of its own."""
+        return super().clip_grad_norm(w, max_norm, norm_type if norm_type == inf else 2.0)
+
+
+@mutant(check="clip.norm", cause=Cause.DTYPE_ROUND_TRIP, case="mlp/train/optimizer=sgd", world=1)
+class NormAddedUpInBfloat16(Adapter):
+    """The powers of the norms of parameters are added up in bfloat16, one by one."""
+
+    def clip_grad_norm(self, w: Wrapped, max_norm: float, norm_type: float) -> Tensor | float:
+        """The maximum is no sum."""
+        if norm_type == inf:
+            return super().clip_grad_norm(w, max_norm, norm_type)
+        grads = [p.grad for p in w.module.parameters() if p.grad is not None]
+        powers = [grad.norm(norm_type).bfloat16() ** norm_type for grad in grads]
+        norm: Tensor = (sum(powers[1:], powers[0]) ** (1 / norm_type)).float()
+        nn.utils.clip_grads_with_norm_(w.module.parameters(), max_norm, norm)
+        return norm
+
+
 @mutant(check="clip.gradients", cause=Cause.NOT_CLIPPED, case="mlp/train/optimizer=sgd", world=1)
 class NormWithoutClipping(Adapter):
     """The right norm is returned and nothing is clipped."""

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, Wrapped
@@ -13,6 +14,7 @@ from conformance.causes import Cause
 from conformance.mutants.registry import mutant
 
 SEVERAL = "varying/varying/accumulation=3,optimizer=sgd"
+ROUTED = "routed/varying/optimizer=sgd"
 
 
 @mutant(
@@ -163,6 +165,66 @@ class GradientOfTheStepBeforeStays(Participation):
                 past[parameter] = parameter.grad.clone()
             elif parameter in past:
                 parameter.grad = past[parameter]
+
+
+class RanksThatUsedIt(Participation):
+    """Base of the defects of parameters that the newest backward has reached on some ranks only."""
+
+    def backward(self, w: Wrapped, loss: Tensor) -> None:
+        """Count, then spoil what few ranks used."""
+        super().backward(w, loss)
+        for parameter in w.module.parameters():
+            used = torch.tensor(float(parameter in self._reached), device=parameter.device)
+            dist.all_reduce(used)
+            if 0 < used < dist.get_world_size():
+                self.spoil(parameter, int(used))
+
+    def spoil(self, parameter: nn.Parameter, users: int) -> None:
+        """The defect, of a parameter that `users` ranks have used, and others have not."""
+        raise NotImplementedError
+
+
+@mutant(
+    check="gradients.value",
+    cause=Cause.UNEQUAL_WEIGHTS,
+    case=ROUTED,
+)
+class MeanOverRanksThatUsedIt(RanksThatUsedIt):
+    """A parameter's gradient is divided by the number of ranks that used it, not of all."""
+
+    def spoil(self, parameter: nn.Parameter, users: int) -> None:
+        """Divide by fewer."""
+        if parameter.grad is not None:
+            parameter.grad *= dist.get_world_size() / users
+
+
+@mutant(
+    check="gradients.value",
+    cause=Cause.MISSING_GRADIENT,
+    case=ROUTED,
+    bugs=("pytorch/pytorch#174862",),
+)
+class NoGradientWhereThisRankHadNone(RanksThatUsedIt):
+    """A rank that did not use a parameter leaves its gradient out, and does not step it."""
+
+    def spoil(self, parameter: nn.Parameter, users: int) -> None:
+        """Drop what the others sent."""
+        if parameter not in self._reached:
+            parameter.grad = None
+
+
+@mutant(
+    check="gradients.value",
+    cause=Cause.NOT_REDUCED,
+    case=ROUTED,
+)
+class WhatOneRankUsedIsNotReduced(RanksThatUsedIt):
+    """A parameter that other ranks did not use keeps this rank's own gradient, and zero there."""
+
+    def spoil(self, parameter: nn.Parameter, users: int) -> None:
+        """Take back the reduction."""
+        if parameter.grad is not None:
+            parameter.grad *= dist.get_world_size() * (parameter in self._reached)
 
 
 @mutant(

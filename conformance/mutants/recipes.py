@@ -175,7 +175,7 @@ class SecondForwardOfARecomputedUnit(Adapter):
 @mutant(
     check="scaler.together",
     cause=Cause.RANKS_DIFFER,
-    case="mlp/scaled",
+    case="mlp/scaled/optimizer=sgd",
 )
 class InfinityStaysOnOneRank(Adapter):
     """Each rank's scaler looks at that rank's own gradients and decides for itself."""
@@ -190,9 +190,27 @@ class InfinityStaysOnOneRank(Adapter):
 
 
 @mutant(
+    check="scaler.step",
+    cause=Cause.NOT_UNSCALED,
+    case="mlp/scaled/optimizer=sgd",
+    world=1,
+)
+class LossScaleIsForgotten(Adapter):
+    """The optimizer steps by gradients of the scaled loss."""
+
+    def scaled_step(self, w: Wrapped, scaler: Any) -> None:
+        """Undo the division, once it has been looked for infinities."""
+        scaler.unscale_(w.optimizer)
+        for parameter in w.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= scaler.get_scale()
+        super().scaled_step(w, scaler)
+
+
+@mutant(
     check="scaler.shards",
     cause=Cause.RANKS_DIFFER,
-    case="mlp/scaled",
+    case="mlp/scaled/optimizer=sgd",
     base=FLAT,
 )
 class ScalerLooksAtItsOwnShard(Adapter):
@@ -206,7 +224,7 @@ class ScalerLooksAtItsOwnShard(Adapter):
 @mutant(
     check="run.completed",
     cause=Cause.EXCEPTION,
-    case="tiny/scaled",
+    case="tiny/scaled/optimizer=sgd",
     base=OURS,
     bugs=("pytorch/pytorch#99174",),
 )

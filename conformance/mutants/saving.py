@@ -106,6 +106,34 @@ class SaveLeavesRateZero(AfterOptimizerState):
             group["lr"] = 0.0
 
 
+@mutant(check="save.surroundings", cause=Cause.NOT_RESTORED, case=FULL, world=1)
+class SaveLeavesEvaluationMode(AfterOptimizerState):
+    """A save sets the model to evaluation, and leaves it there."""
+
+    def spoil(self, w: Wrapped) -> None:
+        """Without the way back."""
+        w.module.eval()
+
+
+@mutant(check="save.surroundings", cause=Cause.NOT_RESTORED, case=FULL, world=1)
+class SaveDrawsRandomNumbers(AfterOptimizerState):
+    """A save draws a random number, such as a name of a file, from the training's generator."""
+
+    def spoil(self, w: Wrapped) -> None:
+        """Draw it."""
+        torch.rand(1)
+
+
+@mutant(check="save.surroundings", cause=Cause.NOT_RESTORED, case=FULL, world=1)
+class LoadLeavesGradientsOff(Adapter):
+    """A load switches gradients off for the whole thread, and not on again."""
+
+    def load_model_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
+        """Load, and leave them off."""
+        super().load_model_state(w, kind, state)
+        torch.set_grad_enabled(False)
+
+
 @mutant(
     check="losses.value",
     cause=Cause.STALE,

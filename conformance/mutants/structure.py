@@ -67,7 +67,7 @@ class FrozenHoldsGradient(Adapter):
     check="unused.convention",
     cause=Cause.CONVENTION_BROKEN,
     case="unused/unused/optimizer=adamw",
-    bugs=("facebookresearch/fairscale#605", "pytorch/pytorch#174862"),
+    bugs=("facebookresearch/fairscale#605",),
     world=1,
 )
 class ZeroGradientForUnused(Adapter):

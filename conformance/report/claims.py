@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from conformance import models
 from conformance.adapter import state_claims
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS
 from conformance.optimizers import WHOLE_TENSOR
+from conformance.plan import needed_by
 from conformance.report.words import number
 from conformance.scenarios import SCENARIOS
 from conformance.verdicts import BAD, Finding, Verdict
@@ -106,6 +108,8 @@ def tried_by(finding: Finding) -> frozenset[str]:
     wants = scenario.needs - SEEING if scenario else frozenset[str]()
     kind = dict(case.options).get("kind")
     whole = ["optimizer.whole"] if case.optimizer in WHOLE_TENSOR else []
+    model = models.cases().get(case.model)
+    wants |= needed_by(model) if model else frozenset()
     return wants | frozenset([*(state_claims(kind) if kind else ()), *whole])
 
 
@@ -132,7 +136,7 @@ def shown_by(finding: Finding) -> frozenset[str]:
 
 
 def claims_line(claims: Sequence[Claim], *, whole: bool) -> str:
-    """One sentence: how many claims are verified, which are broken and which nothing judged.
+    """How many claims are verified, which are broken and which nothing judged, in one line.
 
     Args:
         claims: of one adapter.
@@ -143,23 +147,24 @@ def claims_line(claims: Sequence[Claim], *, whole: bool) -> str:
     never = [c.capability for c in claims if c.never_seen and (whole or c.unseen)]
     parts = [f"claims: {sum(claim.verified for claim in claims)} of {len(claims)} verified"]
     if broken:
-        parts.append("broken " + ", ".join(map(_told, broken)))
+        parts.append("broken: " + ", ".join(map(_told, broken)))
     if known:
         told = (f"{claim.capability} ({_cases(claim.known)})" for claim in known)
-        parts.append("with known deviations " + ", ".join(told))
-    parts += _partly_seen([claim for claim in claims if claim.verified])
+        parts.append("broken as expected: " + ", ".join(told))
     if never:
-        parts.append("never seen " + ", ".join(never))
+        parts.append("never seen: " + ", ".join(never))
+    parts += _cut_short([claim for claim in claims if claim.verified])
     return "; ".join(parts) if claims else ""
 
 
-def _partly_seen(verified: Sequence[Claim]) -> list[str]:
-    """Of what is verified, in how many cases it was not seen: one part for each number."""
+def _cut_short(verified: Sequence[Claim]) -> list[str]:
+    """Of what other cases verified, how many ended before it: one part for each number."""
     groups: dict[int, list[str]] = {}
     for claim in verified:
         groups.setdefault(len(claim.unseen), []).append(claim.capability)
     return [
-        f"verified but in {number(times, 'case')} not seen {', '.join(names)}"
+        f"{number(times, 'case')} ended before {'it' if times == 1 else 'they'} showed"
+        f" {', '.join(names)}"
         for times, names in sorted(groups.items())
         if times
     ]
@@ -171,5 +176,5 @@ def _cases(findings: Sequence[Finding]) -> str:
 
 def _told(claim: Claim) -> str:
     checks = list(dict.fromkeys(finding.check for finding in claim.broken))
-    more = f" and {len(checks) - 1} more" if len(checks) > 1 else ""
+    more = f" and {number(len(checks) - 1, 'more check')}" if len(checks) > 1 else ""
     return f"{claim.capability} ({checks[0]}{more})"

@@ -25,6 +25,9 @@ from conformance.verdicts import (
     adapter_label,
 )
 
+UNCLAIMED = "not claimed: "
+"""How the sentence begins of a finding about what the adapter does not claim."""
+
 
 def report_text(log: Log) -> str:
     """The whole report: bad findings first, then what is undecided, then the summaries."""
@@ -135,9 +138,12 @@ def summary_text(log: Log, label: str) -> str:
         lines += indented(f"{number(times, 'case')} {shortened(sentence)}", 2)
     for remark, models in _remarks(findings).items():
         lines += indented(f"{', '.join(models)}: {remark}", 2)
-    unclaimed = Counter(f.sentence for f in unsupported if f.sentence.startswith("not claimed"))
-    for sentence, times in sorted(unclaimed.items()):
-        lines += indented(f"{sentence} ({number(times, 'finding')})", 2)
+    unclaimed = Counter(
+        f.sentence.removeprefix(UNCLAIMED) for f in unsupported if f.sentence.startswith(UNCLAIMED)
+    )
+    told = (f"{names} ({number(times, 'finding')})" for names, times in sorted(unclaimed.items()))
+    if unclaimed:
+        lines += indented(f"not claimed, so not judged: {'; '.join(told)}", 2)
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -26,9 +27,12 @@ from conformance.scenarios.states import (
     optimizer_content,
     sharded_elements,
 )
+from conformance.scenarios.surroundings import left_alone
 
 STEPS_BEFORE = 2
 STEPS_AFTER = 2
+UNTIL_SAVE = "until the save"
+"""Name of what this and other scenarios do up to there."""
 BEFORE_LOAD, AFTER_LOAD = 0, 1
 """Indices of the evaluations around a load."""
 LATER = "checkpoint_later"
@@ -44,11 +48,12 @@ def checkpoint(run: Run) -> None:
     another one, which is loaded at the very end: what is on disk must not follow, nor stay. States
     in memory may be the wrapper's own tensors, so there it takes none.
     """
-    w = train_until_save(run)
+    w = run.shared(UNTIL_SAVE, train_until_save)
     in_directory = run.case.option("kind") == "save"
     explicit = run.case.option("kind") == "full" and run.case.option("options") == "explicit"
     with run.phase("save"):
-        saved = _save(run, w)
+        with left_alone(run, w, "save"):
+            saved = _save(run, w)
         run.observe_state(w, step=STEPS_BEFORE - 1, prefix="kept_")
     if run.case.option("kind") == "full":
         with run.phase("bare load"):
@@ -57,18 +62,28 @@ def checkpoint(run: Run) -> None:
         with run.phase("go on"):
             _go_on(run, w)
             run.adapter.save(w, run.scratch / LATER)
-    with run.phase("build again"):
-        fresh = run.build(optimizer=with_other_hyperparameters(run.optimizer), perturbed=True)
-        if in_directory:
-            remember_rates(fresh)  # a directory is read into what is there
-    with run.phase("load"):
-        _load(run, fresh, saved)
-        run.observe_state(fresh, step=STEPS_BEFORE - 1, prefix="loaded_")
-        run.observe_stored(fresh, step=STEPS_BEFORE - 1)
-    train_on(run, fresh)
+    # in whatever form it was saved, the same comes back, but for buffers that only rank 0 has saved
+    from_one = explicit and "buffers" in run.model.traits
+    name = "from rank 0's buffers" if from_one else "from the saved state"
+    fresh = run.shared(name, partial(_resume, saved=saved))
     if in_directory or explicit:
         with run.phase("load again"):
             _load_again(run, fresh, saved)
+
+
+def _resume(run: Run, saved: Saved) -> Wrapped:
+    """Build another pair, load and train on."""
+    with run.phase("build again"):
+        fresh = run.build(optimizer=with_other_hyperparameters(run.optimizer), perturbed=True)
+        if run.case.option("kind") == "save":
+            remember_rates(fresh)  # a directory is read into what is there
+    with run.phase("load"):
+        with left_alone(run, fresh, "load"):
+            _load(run, fresh, saved)
+        run.observe_state(fresh, step=STEPS_BEFORE - 1, prefix="loaded_")
+        run.observe_stored(fresh, step=STEPS_BEFORE - 1)
+    train_on(run, fresh)
+    return fresh
 
 
 def train_until_save(run: Run) -> Wrapped:

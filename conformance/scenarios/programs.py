@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from conformance.adapter import ignore
+from conformance.gather import held
 from conformance.scenarios.checkpoint import checkpoint
 from conformance.scenarios.memory import memory
 from conformance.scenarios.recipes import averaged, materialised, scaled
@@ -110,8 +111,7 @@ def two_forwards(run: Run) -> None:
     for step in range(2):
         with run.phase(f"step {step}"):
             run.train_on_two(w, step)
-            with run.side_door():
-                run.writer.write("parameters", run.adapter.full_parameters(w), step=step)
+            run.observe_parameters(w, step=step)
 
 
 def dropped_gradients(run: Run) -> None:
@@ -130,7 +130,7 @@ def dropped_gradients(run: Run) -> None:
         w.observe = ignore  # the observer of the step before
         run.adapter.backward(w, run.adapter.forward(w, run.batch(98, 0), run.model.loss))
         with run.side_door():
-            run.writer.write("gradients_dropped", run.adapter.full_gradients(w))
+            run.writer.write("gradients_dropped", held(run.adapter.full_gradients(w)))
         with run.adapter.no_sync(w):
             run.adapter.backward(w, run.adapter.forward(w, run.batch(98, 1), run.model.loss))
         run.observe_unreduced(w)

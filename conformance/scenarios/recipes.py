@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from conformance.gather import held
 from conformance.per_rank import PerRank, each
 from conformance.scenarios.run import Run, unsaved_buffers
 
@@ -39,12 +40,13 @@ def scaled(run: Run) -> None:
             if step == OVERFLOW:
                 loss = _on_last_rank(run, loss, lambda own: own * math.inf)
             run.adapter.backward(w, each(loss, scaler.scale))
+            if step == 0 and run.recorder is None:  # what the truth alone needs to show
+                run.writer.write("gradients_scaled", held(run.adapter.full_gradients(w)), step=step)
             run.adapter.scaled_step(w, scaler)
             scaler.update()
             run.adapter.zero_grad(w)
             run.writer.write("scale", float(scaler.get_scale()), step=step)
-            with run.side_door():
-                run.writer.write("parameters", run.adapter.full_parameters(w), step=step)
+            run.observe_parameters(w, step=step)
 
 
 def _on_last_rank(run: Run, loss: Any, change: Callable[[Any], Any]) -> Any:
@@ -96,8 +98,7 @@ def averaged(run: Run) -> None:
         with torch.no_grad():
             for weight, kept in zip(run.adapter.weights(w), average, strict=True):
                 weight.copy_(kept)
-        with run.side_door():
-            run.writer.write("averaged_parameters", run.adapter.full_parameters(w), index=0)
+        run.observe_parameters(w, "averaged_parameters", index=0)
         run.evaluate(w, 0)
 
 
@@ -114,15 +115,13 @@ def materialised(run: Run) -> None:
         fresh = run.build(meta=True)
     with run.phase("load"):
         run.adapter.load_model_state(fresh, "full", state)
-        with run.side_door():
-            loaded = run.adapter.full_parameters(fresh)
-        run.writer.write("materialised_parameters", loaded, step=0)
+        run.observe_parameters(fresh, "materialised_parameters", step=0)
         unsaved = unsaved_buffers(run.adapter.bare(fresh))
-        held = each(
+        buffers = each(
             run.adapter.buffers(fresh),
             lambda own: {fqn: buffer for fqn, buffer in own.items() if fqn in unsaved},
         )
-        run.writer.write("materialised_buffers", held, step=0)
+        run.writer.write("materialised_buffers", buffers, step=0)
     for step in (1, 2):
         with run.phase(f"step {step}"):
             run.train_step(fresh, step)

@@ -19,6 +19,4 @@ def repeated(run: Run) -> None:
                     run.writer.write("repeated_loss", loss, **where, micro=micro)
                     if not life:  # by which a reader knows that something was trained
                         run.writer.write("loss", loss, step=step, micro=micro)
-                with run.side_door():
-                    parameters = run.adapter.full_parameters(w)
-                run.writer.write("repeated_parameters", parameters, **where)
+                run.observe_parameters(w, "repeated_parameters", **where)

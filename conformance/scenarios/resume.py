@@ -13,6 +13,7 @@ from conformance.errors import unknown
 from conformance.optimizers import with_other_hyperparameters
 from conformance.scenarios.checkpoint import (
     STEPS_BEFORE,
+    UNTIL_SAVE,
     remember_rates,
     train_on,
     train_until_save,
@@ -47,7 +48,7 @@ def second_world(case: Case, world: int) -> int | None:
 
 def resume(run: Run) -> None:
     """The first job: two steps, save."""
-    w = train_until_save(run)
+    w = run.shared(UNTIL_SAVE, train_until_save)
     with run.phase("save"):
         if run.case.option("kind") == "save":
             run.adapter.save(w, run.scratch / "checkpoint")

@@ -24,6 +24,7 @@ from conformance.adapter import (
     clean_fqn,
 )
 from conformance.case import Case
+from conformance.gather import held
 from conformance.history import flatten
 from conformance.models import ModelCase
 from conformance.optimizers import optimizer_named
@@ -152,6 +153,13 @@ class Run:
         """Whether the adapter claims `capability`."""
         return capability in self.adapter.capabilities
 
+    def shared(self, name: str, part: Callable[[Run], Wrapped]) -> Wrapped:
+        """What `part` leaves, of which a model's cases have all that is called `name` in common.
+
+        Wrappers run it in every case.
+        """
+        return part(self)
+
     # -- building ---------------------------------------------------------------------------------
 
     @property
@@ -185,6 +193,7 @@ class Run:
             options=self.options,
             accumulation=self.case.accumulation,
             unused_parameters=self.model.leaves_out or self.case.scenario == UNFROZEN,
+            ranks_differ="routed" in self.model.traits and self.world > 1,
             max_norm=clip.max_norm if clip else None,
             norm_type=clip.norm_type if clip else 2.0,
         )
@@ -267,8 +276,8 @@ class Run:
     def observe_state(self, w: Wrapped, step: int, *, prefix: str = "") -> None:
         """Parameters, optimizer state and buffers after `step`, through the side doors."""
         with self.side_door():
-            parameters = self.adapter.full_parameters(w)
-            state = flatten(self.adapter.full_optimizer_state(w))
+            parameters = held(self.adapter.full_parameters(w))
+            state = held(flatten(self.adapter.full_optimizer_state(w)))
         self.writer.write(f"{prefix}parameters", parameters, step=step)
         self.writer.write(f"{prefix}optimizer_state", state, step=step)
         self.writer.write(f"{prefix}hyperparameters", self.adapter.hyperparameters(w), step=step)
@@ -276,15 +285,19 @@ class Run:
 
     def observe_built(self, w: Wrapped) -> None:
         """Parameters and buffers before the first step."""
-        with self.side_door():
-            self.writer.write("parameters", self.adapter.full_parameters(w), step=BUILT)
+        self.observe_parameters(w, step=BUILT)
         self.writer.write("buffers", self.adapter.buffers(w), step=BUILT)
+
+    def observe_parameters(self, w: Wrapped, what: str = "parameters", **where: Any) -> None:
+        """Parameters as they are now, through the side door."""
+        with self.side_door():
+            self.writer.write(what, held(self.adapter.full_parameters(w)), **where)
 
     def observe_stored(self, w: Wrapped, step: int) -> None:
         """Bytes of the storages that this rank holds for parameters and optimizer state."""
-        held = self.adapter.local_tensors(w)
+        tensors = self.adapter.local_tensors(w)
         self.writer.write(
-            "stored", flatten({k: stored_bytes(v) for k, v in held.items()}), step=step
+            "stored", flatten({k: stored_bytes(v) for k, v in tensors.items()}), step=step
         )
 
     def evaluate(
@@ -299,8 +312,7 @@ class Run:
         with torch.inference_mode(inference):
             loss = self.adapter.evaluate(w, self.batch(*batch), self.model.loss)
         self.writer.write("eval_loss", loss, index=index)
-        with self.side_door():
-            self.writer.write("parameters_after_eval", self.adapter.full_parameters(w), index=index)
+        self.observe_parameters(w, "parameters_after_eval", index=index)
         self.writer.write("buffers_after_eval", self.adapter.buffers(w), index=index)
 
 
@@ -332,7 +344,7 @@ class Watch:
         if not self.run.claims("gradients"):
             return None
         with self.run.side_door():
-            return self.run.adapter.full_gradients(self.wrapped)
+            return held(self.run.adapter.full_gradients(self.wrapped))
 
 
 def give_up_storage(model: nn.Module) -> None:

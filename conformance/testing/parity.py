@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from conformance.adapter import Adapter, BuildConfig, OptimizerFactory, StepResult, Wrapped, to_cpu
 from conformance.adapters import make_adapter
+from conformance.gather import full_copies
 from conformance.models import ModelCase, map_tensors, move
 from conformance.optimizers import OPTIMIZERS
 from conformance.oracle import VirtualRanks, rank_seed
@@ -133,7 +134,7 @@ class _Training:
         for step in range(self.how.steps):
             wrapped.observe = self._observer(wrapped, step, found)
             self._add(found, step, self._step(wrapped, step))
-            for fqn, parameter in self.adapter.full_parameters(wrapped).items():
+            for fqn, parameter in full_copies(self.adapter.full_parameters(wrapped)).items():
                 found[f"parameter {fqn} after step {step}"] = parameter
         return found
 
@@ -159,7 +160,7 @@ class _Training:
     def _observer(self, wrapped: Wrapped, step: int, found: Reference) -> Callable[..., None]:
         def observe(moment: str, index: int = 0) -> None:
             if moment == "gradients" and "gradients" in self.adapter.capabilities:
-                for fqn, gradient in self.adapter.full_gradients(wrapped).items():
+                for fqn, gradient in full_copies(self.adapter.full_gradients(wrapped)).items():
                     found[f"gradient of {fqn} in step {step}"] = gradient
 
         return observe

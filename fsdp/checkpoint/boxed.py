@@ -81,22 +81,17 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class BoxedLoadPlanner(DefaultLoadPlanner):
-    """Finds the boxes to read into."""
+    """Finds the boxes to read into.
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - torch's interface
-    ) -> None:
-        """Keep the boxes from the default planner, which knows no such objects."""
-        rest = {key: value for key, value in state_dict.items() if not isinstance(value, Boxed)}
-        super().set_up_planner(rest, metadata, is_coordinator)
-        self.original_state_dict = state_dict
-        for key, value in state_dict.items():
-            if isinstance(value, Boxed):
-                self.state_dict[key] = value
-                self.mappings[key] = (key,)
+    Args:
+        state: what is to be filled, by the keys of the checkpoint.
+        metadata: what the checkpoint consists of.
+    """
+
+    def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Set here: setting up would look through the values, of which it knows no boxes.
+        self.state_dict, self.metadata = state, metadata
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the box, or the tensor that has this name."""

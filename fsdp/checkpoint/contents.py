@@ -6,9 +6,12 @@ own and compared with the model; only then is anything changed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import pickle
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from fsdp.checkpoint.boxed import Boxed
@@ -35,31 +38,58 @@ def empty_box(piece: Piece, held: torch.Tensor) -> Boxed:
     return Boxed(dealt.shape, boxes_of(dealt, dealt.ranks.shard_of(own_rank())), held)
 
 
-def state_of(local: Local, side: Side, *, copy: bool = False) -> dict[str, Any]:
-    """Return what this rank saves, nested as ``torch.distributed.checkpoint`` users nest it.
+def state_of(local: Local, side: Side, *, leads: bool, copy: bool = False) -> dict[str, Any]:
+    """Return what this rank writes, nested as ``torch.distributed.checkpoint`` users nest it.
 
     Args:
         local: the model and its optimizers.
-        side: what the ranks have agreed on; all of them save this where it is no tensor.
-        copy: whether tensors are copied to the CPU, so that training may go on; ``side`` shares
-            nothing with it.
+        side: what the ranks have agreed on.
+        leads: whether this rank writes what is not dealt out: values, options, extra state.
+        copy: whether all of it is copied, tensors to the CPU, so that training may go on.
     """
+    if copy:
+        rest = pickle.dumps((side.groups, side.states, side.objects))
+        groups, states, objects = pickle.loads(rest)
+        side = replace(side, groups=groups, states=states, objects=objects)
     model: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
+    chosen = written_by(side, own_rank())
     for piece in local.pieces:
-        whole = boxed(piece, piece.holder, piece.dtype, copy=copy)
-        model.update(dict.fromkeys(piece.names, whole))
         saved = side.states.get(piece.name)
-        if saved is not None:
-            entries = local.view.per_element(piece)
-            state[piece.name] = {
-                **saved.values,
-                **{k: boxed(piece, v, v.dtype, copy=copy) for k, v in entries.items()},
-            }
-    found: dict[str, Any] = {"model": {**model, **side.objects}}
-    if side.groups is not None:
-        groups = [dict(group) for group in side.groups]
-        found["optim"] = {"state": state, "param_groups": groups}
+        entries = dict(saved.values) if leads and saved is not None else {}
+        if piece.name in chosen:
+            whole = boxed(piece, piece.holder, piece.dtype, copy=copy)
+            model.update(dict.fromkeys(piece.names, whole))
+            if saved is not None:
+                kept = local.view.per_element(piece).items()
+                entries |= {k: boxed(piece, v, v.dtype, copy=copy) for k, v in kept}
+        if entries:
+            state[piece.name] = entries
+    found: dict[str, Any] = {"model": model, "optim": {"state": state}}
+    if leads:
+        model.update(side.objects)
+        if side.groups is not None:
+            found["optim"]["param_groups"] = [dict(group) for group in side.groups]
+    return found
+
+
+def written_by(side: Side, rank: int) -> set[str]:
+    """Return the names of the tensors of which ``rank`` writes what it holds.
+
+    One replica writes a tensor: the one whose ranks have the fewest bytes to write so far.
+    """
+    dealt = side.dealt()
+    found: set[str] = set()
+    bytes_of = np.zeros(1 + max((int(d.ranks.table.max()) for d in dealt.values()), default=0))
+    for told in side.tensors:
+        table = dealt[told.names[0]].ranks.table
+        row = table[np.argmin(bytes_of[table].max(axis=1))]
+        saved = side.states.get(told.names[0])
+        entries = saved.elements.values() if saved is not None else ()
+        each = told.dtype.itemsize * len(told.names) + sum(dtype.itemsize for dtype in entries)
+        bytes_of[row] += math.prod(told.shape) * each / len(row)
+        if rank in row:
+            found.add(told.names[0])
     return found
 
 
@@ -77,7 +107,7 @@ class Catalog(Protocol):
     entries: Entries
 
     def read(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Fill the boxes and tensors of ``wanted``; return what is no tensor. *Collective*."""
+        """Fill the boxes and tensors of ``wanted``; return what is no tensor."""
 
 
 @dataclass(kw_only=True)

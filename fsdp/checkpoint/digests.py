@@ -18,12 +18,6 @@ _VERSION = 1
 Digests = dict[str, tuple[int, str]]  # file name: (bytes, SHA-256 as hex digits)
 
 
-def files_of(directory: Path) -> list[str]:
-    """Return the files of a checkpoint, without the digests, in order of their names."""
-    found = (each.relative_to(directory) for each in directory.rglob("*") if each.is_file())
-    return sorted(str(each) for each in found if str(each) != DIGESTS)
-
-
 def digest_files(directory: Path, names: list[str]) -> Digests:
     """Return size and digest of some files, and bring each to permanent storage."""
     found: Digests = {}

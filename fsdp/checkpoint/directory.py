@@ -7,8 +7,8 @@ the previous one lies then.
 
 from __future__ import annotations
 
+import secrets
 import shutil
-import uuid
 from pathlib import Path
 
 from fsdp.checkpoint.digests import DIGESTS, sync_directory
@@ -20,12 +20,12 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
 
-def start(path: Path) -> Path:
-    """Make and return an empty directory in which a checkpoint for ``path`` can be written.
+def begin(path: Path) -> int:
+    """Look whether a checkpoint can be written at ``path``; return the number of a ``fresh`` place.
 
     Raises:
         FileExistsError: something is at ``path`` that is no checkpoint.
-        OSError: the directory cannot be made.
+        OSError: the directory above cannot be made.
     """
     if path.exists() and not is_checkpoint(path):
         raise FileExistsError(
@@ -33,9 +33,12 @@ def start(path: Path) -> Path:
             "remove it."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = _beside(path, f"saving-{uuid.uuid4().hex[:12]}")
-    fresh.mkdir()
-    return fresh
+    return secrets.randbits(48)
+
+
+def fresh(path: Path, number: int) -> Path:
+    """Return where a checkpoint for ``path`` is written; the ranks that write make it."""
+    return _beside(path, f"saving-{number:012x}")
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,10 +25,10 @@ from fsdp.checkpoint.reading import Reading
 from fsdp.checkpoint.safe_file import MODEL_FILE, OPTIMIZER_FILE, is_safe
 from fsdp.checkpoint.safe_read import SafeCatalog
 from fsdp.checkpoint.saving import Optimizers, share
-from fsdp.engine.agreement import together
-from fsdp.reshard.agreed import agreed_tensors
+from fsdp.engine.agreement import exchanged, together
+from fsdp.reshard.agreed import agreed_tensors, number_of
 from fsdp.reshard.side import Local
-from fsdp.reshard.telling import Group, own_rank, ranks_of, told_by
+from fsdp.reshard.telling import Group, heard, own_rank, ranks_of
 
 
 def load(
@@ -76,33 +77,36 @@ def load(
     Whatever is raised is raised on all ranks, and nothing was changed.
     """
     group, ranks = process_group, ranks_of(process_group)
-    where, digests, seal = _checked(Path(path).resolve(), group)
-    local = together(lambda: Local(model, optimizers, ranks), group)
-    agreed_tensors(together(lambda: local.told, group), ranks, group)
+    target, leads = Path(path).resolve(), own_rank() == ranks[0]
 
-    def look() -> Reading:
-        keys = (model_key, optimizer_key)
-        return Reading(local, _catalog(where, digests, group, keys))
+    def look() -> tuple[tuple[Local, bytes], tuple[int, ...]]:
+        found = pickle.dumps(_inspected(target)) if leads else b""
+        local = Local(model, optimizers, ranks)
+        return (local, found), (number_of(local.told.tensors), len(found))
 
-    reading = together(look, group)
-    objects = reading.catalog.read(reading.wanted)
+    (local, found), told = exchanged(look, group, 2)
+    agreed_tensors(local.told, [number for number, _ in told], ranks, group)
+    where, digests, seal = pickle.loads(heard(ranks[0], found, told[0][1], group))
+    # Nobody reads, and unpickles, what somebody knows to be damaged.
+    together(lambda: _check_bits(where, digests, group), group)
 
-    def fit() -> Commit:
-        reading.put_aside(objects)
+    def read() -> Commit:
+        reading = Reading(local, _catalog(where, digests, (model_key, optimizer_key)))
+        reading.put_aside(reading.catalog.read(reading.wanted))
         _check_seal(where, seal)
         return Commit(local, reading.staged)
 
-    together(fit, group).run()
+    together(read, group).run()
 
 
-def _catalog(where: Path, digests: Digests, group: Group, keys: tuple[str, str]) -> Catalog:
+def _catalog(where: Path, digests: Digests, keys: tuple[str, str]) -> Catalog:
     """Return what the checked files have; without digests: those of another package.
 
     Raises:
         CheckpointError: something would be read that the digests do not list.
     """
     if MODEL_FILE in digests:
-        return SafeCatalog(where, group, with_optimizer=OPTIMIZER_FILE in digests)
+        return SafeCatalog(where, with_optimizer=OPTIMIZER_FILE in digests)
     if digests and METADATA not in digests:
         raise CheckpointError(
             f"{where / DIGESTS} lists neither {METADATA} nor {MODEL_FILE}; take another checkpoint"
@@ -114,7 +118,7 @@ def _catalog(where: Path, digests: Digests, group: Group, keys: tuple[str, str])
                 f"{where / name} is not listed in {DIGESTS}, so nobody has checked its bits; take "
                 "another checkpoint"
             )
-    return sharded.ShardedCatalog(where, metadata, group, keys)
+    return sharded.ShardedCatalog(where, metadata, keys)
 
 
 def _seal_of(where: Path) -> bytes | None:
@@ -134,45 +138,30 @@ def _check_seal(where: Path, seal: bytes | None) -> None:
         )
 
 
-def _checked(path: Path, group: Group) -> tuple[Path, Digests, bytes | None]:
-    """Return where the checkpoint is, once all its files are seen to be whole.
-
-    With it its digests, and the seal by which a later look sees that it is still the same.
-    """
-    first = ranks_of(group)[0]
-
-    def inspect() -> tuple[Path, Digests, bytes | None] | None:
-        if own_rank() != first:
-            return None
-        # The seal first: a checkpoint that takes this one's place later has another one.
-        seal = _seal_of(directory.complete(path))
-        return *_inspected(path), seal
-
-    found: tuple[Path, Digests, bytes | None] = told_by(first, together(inspect, group), group)
-    where, digests, _ = found
-
-    def check() -> None:
-        mine = {name: digests[name] for name in share(sorted(digests), group)}
-        check_sizes(where, {name: size for name, (size, _) in mine.items()}, exact=True)
-        check_digests(where, mine)
-
-    together(check, group)
-    return found
+def _check_bits(where: Path, digests: Digests, group: Group) -> None:
+    """Look through this rank's share of the files."""
+    mine = {name: digests[name] for name in share(sorted(digests), group)}
+    check_sizes(where, {name: size for name, (size, _) in mine.items()}, exact=True)
+    check_digests(where, mine)
 
 
-def _inspected(path: Path) -> tuple[Path, Digests]:
-    """Return where the checkpoint is, and its digests; none if another package has written it.
+def _inspected(path: Path) -> tuple[Path, Digests, bytes | None]:
+    """Return where the checkpoint is, its digests, and its seal.
+
+    By the seal a later look sees that it is still the same. No digests: another package's.
 
     Raises:
         FileNotFoundError: no checkpoint is there.
         CheckpointError: it has no digests and should have, or lacks files or parts of them.
     """
+    # The seal first: a checkpoint that takes this one's place later has another one.
+    seal = _seal_of(directory.complete(path))
     where = directory.complete(path)
     digests = read_digests(where)
     if digests is not None and not digests:
         raise CheckpointError(f"{where / DIGESTS} lists no files; take another checkpoint")
     if digests is not None:
-        return where, digests
+        return where, digests, seal
     if is_safe(where):
         raise CheckpointError(f"{where / DIGESTS} is missing; take another checkpoint")
     metadata = sharded.metadata_of(where)
@@ -182,4 +171,4 @@ def _inspected(path: Path) -> tuple[Path, Digests]:
             "take another one"
         )
     check_sizes(where, sharded.least_sizes(metadata), exact=False)
-    return where, {}
+    return where, {}, seal

@@ -26,8 +26,8 @@ from fsdp.reshard.telling import Group, own_rank, ranks_of
 from fsdp.reshard.transport import LIMIT, Transport
 
 
-def write(where: Path, local: Local, side: Side, group: Group) -> None:
-    """Gather a model and its optimizers on the first rank, which writes them.
+def write(where: Path, local: Local, side: Side, group: Group) -> list[str]:
+    """Gather a model and its optimizers on the first rank, which writes them; return the files.
 
     *Collective*. *Memory*: one round of elements; on the first rank, one tensor with its optimizer
     state besides. *Blocks* the host.
@@ -45,7 +45,10 @@ def write(where: Path, local: Local, side: Side, group: Group) -> None:
     with ExitStack() as stack:
         ends = together(lambda: _Writing(plan, local, side, where, stack), group)
         Transport(plan, group, message_device(group), limit=LIMIT).run(ends)
-        together(ends.raise_problem, group)
+        # Closing writes too, and the other ranks read the files.
+        together(lambda: ends.finish(stack), group)
+    files = [MODEL_FILE] if side.groups is None else [MODEL_FILE, OPTIMIZER_FILE]
+    return files if dealt else []
 
 
 class _Writing(Giving):
@@ -56,20 +59,26 @@ class _Writing(Giving):
         self._plan = plan
         self._told = {told.names[0]: told for told in side.tensors}
         self._problem: Exception | None = None
-        tensors, states = self._contents()
-        header = {"extra": plain(side.objects)}
-        optimizer_header = {"values": {}, "groups": plain(side.groups)}
-        for name, saved in side.states.items():
-            kept = {k: v for k, v in saved.values.items() if not isinstance(v, torch.Tensor)}
-            optimizer_header["values"][name] = plain(kept)
         self._files: dict[str, SafeFile] = {}
         if plan.target and own_rank() == int(plan.target[0].ranks.table[0, 0]):
-            self._files["model"] = SafeFile(where / MODEL_FILE, tensors, header, stack)
-            if side.groups is not None:
-                self._files["optimizer"] = SafeFile(
-                    where / OPTIMIZER_FILE, states, optimizer_header, stack
-                )
-                self._put_values()
+            self._make(where, stack)
+
+    def _make(self, where: Path, stack: ExitStack) -> None:
+        """Make the files, with their headers and with what is known already."""
+        where.mkdir()
+        side = self.side
+        tensors, states = self._contents()
+        header = {"extra": plain(side.objects)}
+        self._files["model"] = SafeFile(where / MODEL_FILE, tensors, header, stack)
+        if side.groups is None:
+            return
+        values = {}
+        for name, saved in side.states.items():
+            kept = {k: v for k, v in saved.values.items() if not isinstance(v, torch.Tensor)}
+            values[name] = plain(kept)
+        header = {"values": values, "groups": plain(side.groups)}
+        self._files["optimizer"] = SafeFile(where / OPTIMIZER_FILE, states, header, stack)
+        self._put_values()
 
     def _contents(self) -> tuple[dict[str, Entry], dict[str, Entry]]:
         tensors: dict[str, Entry] = {}
@@ -110,10 +119,11 @@ class _Writing(Giving):
         except OSError as error:
             self._problem = self._problem or error
 
-    def raise_problem(self) -> None:
-        """Raise what went wrong in writing."""
+    def finish(self, stack: ExitStack) -> None:
+        """Close the files; raise what went wrong in writing."""
         if self._problem is not None:
             raise self._problem
+        stack.close()
 
 
 _NOTHING = Saved(elements={}, values={})

@@ -14,8 +14,6 @@ from fsdp.checkpoint.boxed import Boxed
 from fsdp.checkpoint.contents import GROUPS, MODEL, STATE, Entries
 from fsdp.checkpoint.errors import CheckpointError
 from fsdp.checkpoint.safe_file import MODEL_FILE, NAMES, OBJECTS, OPTIMIZER_FILE, restored
-from fsdp.engine.agreement import together
-from fsdp.reshard.telling import Group
 
 
 class SafeCatalog:
@@ -23,15 +21,13 @@ class SafeCatalog:
 
     Args:
         where: the directory.
-        group: the ranks that read together.
         with_optimizer: whether the checkpoint has the file of the optimizers.
 
     Raises:
         CheckpointError: a file is damaged.
     """
 
-    def __init__(self, where: Path, group: Group, *, with_optimizer: bool) -> None:
-        self._group = group
+    def __init__(self, where: Path, *, with_optimizer: bool) -> None:
         self.entries: Entries = {}
         self._places: dict[str, tuple[Path, str]] = {}
         self._objects: dict[str, Any] = {}
@@ -64,11 +60,7 @@ class SafeCatalog:
             ) from error
 
     def read(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Fill the boxes and tensors of ``wanted``; return what is no tensor. *Collective*."""
-        together(lambda: self._read(wanted), self._group)
-        return {key: self._objects[key] for key, value in wanted.items() if value is None}
-
-    def _read(self, wanted: dict[str, Any]) -> None:
+        """Fill the boxes and tensors of ``wanted``; return what is no tensor."""
         with ExitStack() as stack:
             files: dict[Path, Any] = {}
             for key, goal in wanted.items():
@@ -81,6 +73,7 @@ class SafeCatalog:
                     _fill(goal, files[path], name)
                 else:
                     goal.copy_(files[path].get_tensor(name))
+        return {key: self._objects[key] for key, value in wanted.items() if value is None}
 
 
 def _fill(goal: Boxed, file: Any, name: str) -> None:

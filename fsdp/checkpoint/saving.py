@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ from torch.optim import Optimizer
 
 from fsdp.checkpoint import directory, safe, sharded
 from fsdp.checkpoint.contents import state_of
-from fsdp.checkpoint.digests import Digests, digest_files, files_of, write_digests
-from fsdp.engine.agreement import together
-from fsdp.reshard.agreed import agreed_side
+from fsdp.checkpoint.digests import Digests, digest_files, write_digests
+from fsdp.engine.agreement import exchanged, together
+from fsdp.reshard.agreed import Claim, agreed_side
 from fsdp.reshard.side import Local, Side
-from fsdp.reshard.telling import Group, own_rank, ranks_of, told_by, told_by_all
+from fsdp.reshard.telling import Group, own_rank, ranks_of, told_to
 
 FORMATS = ("sharded", "safetensors")
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -63,12 +65,12 @@ def save(
     """
     _check_format(format)
     target = Path(path).resolve()
-    local, side = _looked_at(model, optimizers, process_group)
+    local, side, fresh = _begun(target, model, optimizers, process_group)
     if format == "safetensors":
-        _save(target, process_group, lambda where: safe.write(where, local, side, process_group))
+        _save_whole(target, fresh, local, side, process_group)
         return
-    state = together(lambda: state_of(local, side), process_group)
-    _save(target, process_group, lambda where: sharded.write(where, state, process_group))
+    leads = _leads(process_group)
+    _save_parts(target, fresh, lambda: state_of(local, side, leads=leads), process_group)
 
 
 def async_save(
@@ -92,7 +94,8 @@ def async_save(
     the host, what this rank holds. *Blocks* the host until it is copied.
 
     Returns:
-        A future that has no value; its ``result()`` raises what ``save`` raises.
+        A future that has no value; its ``result()`` raises what is wrong with the files. Whatever
+        else ``save`` raises is raised at once.
     """
     if dist.is_initialized() and process_group is None:
         raise ValueError(
@@ -100,12 +103,11 @@ def async_save(
             'once with torch.distributed.new_group(backend="gloo")'
         )
     target = Path(path).resolve()
-    local, side = _looked_at(model, optimizers, process_group)
-    state = together(lambda: state_of(local, side, copy=True), process_group)
+    local, side, fresh = _begun(target, model, optimizers, process_group)
+    leads = _leads(process_group)
+    state = together(lambda: state_of(local, side, leads=leads, copy=True), process_group)
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
-    future: Future[Any] = pool.submit(
-        _save, target, process_group, lambda where: sharded.write(where, state, process_group)
-    )
+    future = pool.submit(_save_parts, target, fresh, lambda: state, process_group)
     pool.shutdown(wait=False)
     return future
 
@@ -115,43 +117,68 @@ def _check_format(format: str) -> None:
         raise ValueError(f"format must be one of {FORMATS}, got {format!r}")
 
 
-def _looked_at(model: nn.Module, optimizers: Optimizers, group: Group) -> tuple[Local, Side]:
-    """Return what this rank saves and what all say of it; refuse ranks that differ."""
+def _begun(
+    target: Path, model: nn.Module, optimizers: Optimizers, group: Group
+) -> tuple[Local, Side, Path]:
+    """Return what this rank saves, what all say of it, and where it is written.
+
+    Ranks that differ, and a target that cannot be replaced, are refused before anything is there.
+    """
     ranks = ranks_of(group)
-    local = together(lambda: Local(model, optimizers, ranks), group)
-    return local, agreed_side(together(lambda: local.told, group), ranks, group)
+
+    def look() -> tuple[tuple[Local, Claim], tuple[int, ...]]:
+        local = Local(model, optimizers, ranks)
+        claim = Claim(local.told)
+        number = directory.begin(target) if _leads(group) else 0
+        return (local, claim), (*claim.numbers, number)
+
+    (local, claim), told = exchanged(look, group, Claim.NUMBERS + 1)
+    side = agreed_side(claim, [own for *own, _ in told], ranks, group)
+    return local, side, directory.fresh(target, told[0][-1])
 
 
-def _save(target: Path, group: Group, write: Any) -> None:
+def _save_parts(
+    target: Path, fresh: Path, state: Callable[[], dict[str, Any]], group: Group
+) -> None:
+    ranks = ranks_of(group)
+    with _given_up(fresh, group):
+        number = ranks.index(own_rank())
+        parts = told_to(ranks[0], lambda: sharded.write(fresh, state(), number), group)
+        _seal(target, fresh, lambda: sharded.finish(fresh, parts), group)
+
+
+def _save_whole(target: Path, fresh: Path, local: Local, side: Side, group: Group) -> None:
     first = ranks_of(group)[0]
-    leads = own_rank() == first
-    made = together(lambda: directory.start(target) if leads else None, group)
-    fresh: Path = told_by(first, made, group)
+    with _given_up(fresh, group):
+        names = safe.write(fresh, local, side, group)
+        found = told_to(first, lambda: digest_files(fresh, share(names, group)), group)
+        _seal(target, fresh, lambda: dict(ChainMap(*found)), group)
+
+
+@contextmanager
+def _given_up(fresh: Path, group: Group) -> Iterator[None]:
+    """Leave nothing of a save that fails."""
     try:
-        write(fresh)
-        _seal(fresh, target, first, group)
+        yield
     except BaseException:
-        if leads:
+        if _leads(group):
             directory.give_up(fresh)
         raise
 
 
-def _seal(fresh: Path, target: Path, first: int, group: Group) -> None:
+def _seal(target: Path, fresh: Path, digests: Callable[[], Digests], group: Group) -> None:
     """Write the digests and let the checkpoint take its place."""
-    leads = own_rank() == first
-    found = together(lambda: files_of(fresh) if leads else [], group)
-    names: list[str] = told_by(first, found, group)
-    mine = together(lambda: digest_files(fresh, share(names, group)), group)
-    digests: Digests = {}
-    for each in told_by_all(mine, group):
-        digests.update(each)
 
     def close() -> None:
-        if leads:
-            write_digests(fresh, digests)
+        if _leads(group):
+            write_digests(fresh, digests())
             directory.finish(fresh, target)
 
     together(close, group)
+
+
+def _leads(group: Group) -> bool:
+    return own_rank() == ranks_of(group)[0]
 
 
 def share(names: list[str], group: Group) -> list[str]:

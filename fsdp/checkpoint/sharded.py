@@ -5,44 +5,71 @@ PyTorch's own readers and writers do the work: ranges of files, one box at a tim
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.checkpoint.boxed import BoxedLoadPlanner, SavePlanner
 from fsdp.checkpoint.contents import Entries
+from fsdp.checkpoint.digests import Digests, digest_files
 from fsdp.checkpoint.directory import METADATA
 from fsdp.checkpoint.errors import CheckpointError
-from fsdp.engine.agreement import with_others
-from fsdp.reshard.telling import Group
 
 MARK = "fsdp_checkpoint"  # says that a digest file belongs to the checkpoint
 
 
-def write(directory: Path, state: dict[str, Any], group: Group) -> None:
-    """Write a state. *Collective*. *Blocks* the host until the files are stored.
+class Part(NamedTuple):
+    """What one rank has written."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+    digests: Digests
+
+
+def write(directory: Path, state: dict[str, Any], number: int) -> Part:
+    """Write what one rank has of a state, into a file that has its number.
+
+    Every rank does so alone: what it writes no other does. *Blocks* the host until it is stored.
 
     Raises:
-        CheckpointError: on all ranks if one cannot write.
+        OSError: the directory cannot be made.
+        CheckpointError: the file cannot be written.
+    """
+    directory.mkdir(exist_ok=True)
+    with _one_kind_of_error(f"{directory} cannot be written"):
+        planner = SavePlanner()
+        planner.set_up_planner(state if number else {**state, MARK: {"version": 1}})
+        writer = FileSystemWriter(directory, sync_files=False)  # the digests' task
+        writer.set_up_storage_writer(False, rank=number, use_collectives=False)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        results = writer.write_data(plan, planner).wait() if plan.items else []
+        files = {result.storage_data.relative_path for result in results}
+        return Part(plan, results, digest_files(directory, sorted(files)))
+
+
+def finish(directory: Path, parts: Sequence[Part]) -> Digests:
+    """Write what the checkpoint consists of, once every rank has written its part.
+
+    Returns:
+        The digests of all files.
+
+    Raises:
+        CheckpointError: it cannot be written, or the parts are not all there is.
     """
     with _one_kind_of_error(f"{directory} cannot be written"):
-        save(
-            {**state, MARK: {"version": 1}},
-            storage_writer=FileSystemWriter(directory, sync_files=True),
-            planner=SavePlanner(),
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+        _, metadata = SavePlanner().create_global_plan([part.plan for part in parts])
+        writer = FileSystemWriter(directory, sync_files=False)
+        writer.finish(metadata, [part.results for part in parts])
+        own = digest_files(directory, [METADATA])
+    return dict(ChainMap(own, *(part.digests for part in parts)))
 
 
 def metadata_of(directory: Path) -> Metadata:
@@ -82,15 +109,12 @@ class ShardedCatalog:
     Args:
         directory: where it is.
         metadata: what it consists of.
-        group: the ranks that read together.
         keys: under which keys model and optimizer states were saved; dots separate levels, and an
             empty key is the top.
     """
 
-    def __init__(
-        self, directory: Path, metadata: Metadata, group: Group, keys: tuple[str, str]
-    ) -> None:
-        self._directory, self._group = directory, group
+    def __init__(self, directory: Path, metadata: Metadata, keys: tuple[str, str]) -> None:
+        self._directory, self._metadata = directory, metadata
         self.entries: Entries = {}
         self._keys: dict[str, str] = {}
         self._nested: dict[str, dict[tuple[Any, ...], str]] = {}
@@ -118,24 +142,20 @@ class ShardedCatalog:
     def read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Fill the boxes and tensors of ``wanted``; return what is no tensor.
 
-        *Collective*. *Memory*: one box as it was saved at a time, beside what is filled. *Blocks*
-        the host.
+        *Memory*: one box as it was saved at a time, beside what is filled. *Blocks* the host.
 
         Raises:
-            CheckpointError: on all ranks if one cannot read.
+            CheckpointError: it cannot be read.
         """
         state = {self._keys[k]: v for k, v in wanted.items() if k not in self._nested}
         for leaf in (leaf for key in wanted for leaf in self._nested.get(key, {}).values()):
             entry = self._tensors[leaf]
             state[leaf] = None if entry is None else torch.zeros(entry[0], dtype=entry[1])
         with _one_kind_of_error(f"{self._directory} cannot be read"):
-            load(
-                state,
-                storage_reader=FileSystemReader(self._directory),
-                planner=BoxedLoadPlanner(),
-                process_group=self._group,
-                no_dist=not dist.is_initialized(),
-            )
+            planner = BoxedLoadPlanner(state, self._metadata)
+            reader = FileSystemReader(self._directory)
+            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            reader.read_data(planner.create_local_plan(), planner).wait()
         objects = [key for key, value in wanted.items() if value is None]
         return {
             key: _container({path: state[leaf] for path, leaf in self._nested[key].items()})
@@ -177,12 +197,8 @@ def _container(leaves: dict[tuple[Any, ...], Any]) -> Any:
 
 @contextmanager
 def _one_kind_of_error(what: str) -> Iterator[None]:
-    """Say in one sentence what failed; PyTorch's exception is none that ``except`` usually sees."""
+    """Say in one sentence what failed, whatever PyTorch makes of a full disk or damaged bytes."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        text = f"{what}: on rank {rank}: {type(first).__name__}: {first}"
-        raise CheckpointError(with_others(text, len(error.failures) - 1)) from error
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error

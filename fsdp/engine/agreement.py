@@ -121,18 +121,41 @@ def together(call: Callable[[], _T], group: dist.ProcessGroup | None) -> _T:
     Raises:
         Exception: the error itself where it arose, its kind and text on the others.
     """
+    return exchanged(lambda: (call(), ()), group, 0)[0]
+
+
+def exchanged(
+    call: Callable[[], tuple[_T, Sequence[int]]], group: dist.ProcessGroup | None, count: int
+) -> tuple[_T, list[list[int]]]:
+    """Return the result of ``call``, and the ``count`` numbers that it returns on each rank.
+
+    What ranks have in common, how long their messages are: known to all in the exchange by which
+    ``together`` learns that all of them are through.
+
+    *Collective*, raises as ``together``.
+
+    Returns:
+        The result, and the numbers (of 64 bits) of each rank, in the order of the group.
+    """
     if not dist.is_initialized():
-        return call()
+        result, numbers = call()
+        return result, [list(numbers)]
     problem: Exception | None = None
     results: list[_T] = []
+    numbers = (0,) * count
     try:
-        results.append(call())
+        result, numbers = call()
+        results.append(result)
     except Exception as error:
         problem = error
     ranks = group or dist.group.WORLD
     assert ranks is not None, "there is a default group"
-    agree((), problem, [ranks], message_device(ranks))
-    return results[0]
+    device = message_device(ranks)
+    sent = torch.tensor([int(problem is not None), *numbers], dtype=torch.int64, device=device)
+    rows = gather_now(sent, ranks).view(-1, 1 + count).tolist()
+    if any(failed for failed, *_ in rows):
+        agree((), problem, [ranks], device)
+    return results[0], [told for _, *told in rows]
 
 
 def _told(problem: Exception, rank: int) -> _Told:

@@ -7,7 +7,7 @@ original names is known to the exposure alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -48,6 +48,9 @@ class Exposure(Protocol[P_contra]):
 
     def reread(self, params: Sequence[P_contra]) -> None:
         """Adopt what the user has registered since; raise if it is no sharded parameter."""
+
+    def optimized(self, params: Sequence[P_contra]) -> Iterable[torch.Tensor | None]:
+        """Return what users see and give to optimizers; None where there is nothing."""
 
     def requires_grad(self, params: Sequence[P_contra]) -> list[bool]:
         """Return which of ``params`` are to be trained, as users see them now."""

@@ -52,7 +52,7 @@ def pre_forward(
             group.unshard(async_op=group.settings.unshard_async_op)
             group.wait_for_unshard()
         if watch and torch.is_grad_enabled():
-            args, kwargs = _watched(group, args, kwargs)
+            args, kwargs = _watched(state, group, args, kwargs)
     if first and state.forward_prefetch:
         with without_gradients():
             _prefetch(state)
@@ -110,15 +110,22 @@ def _cast_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kw
     return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
 
 
-def _watched(group: FSDPParamGroup, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Replace the inputs that require grad by stand-ins that announce the end of backward."""
+def _watched(
+    state: FSDPState, group: FSDPParamGroup, args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """Replace the inputs that require grad by stand-ins that announce the end of backward.
+
+    A backward through their gradients begins as that through the outputs does: it needs the same
+    parameters, and keeps them until it comes to the unit's forward.
+    """
+    again = functools.partial(pre_backward, state)
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         # By far the most frequent call, and walking containers costs more than the hook.
-        return (group.watch(args)[0],) if args[0].requires_grad else args, kwargs
+        return (group.watch(args, again)[0],) if args[0].requires_grad else args, kwargs
     inputs = grad_tensors((args, kwargs))
     if not inputs:
         return args, kwargs
-    stand_ins = iter(group.watch(inputs))
+    stand_ins = iter(group.watch(inputs, again))
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         return next(stand_ins) if tensor.requires_grad else tensor

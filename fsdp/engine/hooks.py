@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.engine.forward import post_forward, pre_forward
+from fsdp.engine.param import FSDPParam
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.torch_private import untraced_frame
 from fsdp.engine.unit import FSDPState
@@ -46,25 +47,60 @@ def wrap_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
 
 
 def install_state_dict_hooks(group: FSDPParamGroup) -> None:
-    """Show the sharded parameters to ``state_dict`` and take in what ``load_state_dict`` did."""
-    owners: dict[nn.Module, None] = {}  # a set with an order
+    """Show the sharded parameters to ``state_dict`` and take in what ``load_state_dict`` did.
+
+    *Host cost*: what one walk asks of all parameters it asks where it enters the group; of a
+    module inside it asks for that module's own.
+    """
+    owned: dict[nn.Module, list[FSDPParam]] = {}
     for param in group.fsdp_params:
         for module, _ in param.info.owners():
-            owners[module] = None
-    inside = {each for owner in owners for each in owner.modules() if each is not owner}
+            owned.setdefault(module, []).append(param)
+    owned.update(dict.fromkeys(group.modules, group.fsdp_params))  # who has one asks for all
+    load = _Load(group)
+    for module, params in owned.items():
+        module.register_state_dict_pre_hook(functools.partial(_before_save, group, params))
+        module.register_load_state_dict_pre_hook(load.enter)
+        module.register_load_state_dict_post_hook(load.leave)
 
-    def show(*_args: Any, **_kwargs: Any) -> None:
-        group.to_sharded()
 
-    def before(*_args: Any, **_kwargs: Any) -> None:
-        group.to_sharded()
-        group.follow()
+def _before_save(group: FSDPParamGroup, params: list[FSDPParam], *_args: Any) -> None:
+    group.to_sharded()
+    group.follow(params)
 
-    def after(*_args: Any) -> None:
-        group.relink()
 
-    for module in owners:
-        module.register_state_dict_pre_hook(before)
-        # A load that assigns may be half through with a parameter that an owner around it shares.
-        module.register_load_state_dict_pre_hook(show if module in inside else before)
-        module.register_load_state_dict_post_hook(after)
+class _Load:
+    """Loads of a group's parameters: looked at before and after each, not at every module.
+
+    Between, one that assigns may be half through with a parameter that two modules share.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+        # The walk under way, known by the list in which it collects missing keys, and the module by
+        # which it has entered the group. One that an error has ended is followed by another list.
+        self._walk: tuple[list[str], nn.Module] | None = None
+
+    def enter(
+        self,
+        module: nn.Module,
+        _state_dict: Any,
+        _prefix: str,
+        _metadata: Any,
+        _strict: bool,  # noqa: FBT001
+        missing: list[str],
+        *_args: Any,
+    ) -> None:
+        """Show what is sharded; the first module of a walk lets the group see what is there."""
+        self._group.to_sharded()
+        if self._walk is None or self._walk[0] is not missing:
+            self._walk = (missing, module)
+            self._group.follow()
+
+    def leave(self, module: nn.Module, incompatible: Any) -> None:
+        """Adopt what was loaded, once the walk is through with the module that it entered by."""
+        if self._walk is not None and self._walk[0] is incompatible.missing_keys:
+            if self._walk[1] is not module:
+                return
+            self._walk = None
+        self._group.relink()

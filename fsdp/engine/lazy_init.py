@@ -11,6 +11,7 @@ from fsdp.engine.optimizer_guard import tell_of_steps
 from fsdp.engine.param import FSDPParam
 from fsdp.engine.param_group import FSDPParamGroup
 from fsdp.engine.state import FSDPStateContext, Wording
+from fsdp.engine.torch_private import without_transforms
 from fsdp.engine.unit import FSDPState, state_of
 
 
@@ -25,8 +26,12 @@ def lazy_init(root: FSDPState, check: Callable[[], None] | None = None) -> None:
         RuntimeError: several modules as root, or a unit below that ran before.
         ValueError: a parameter in two groups, or ranks with different models.
     """
-    if root.is_root is not None:
-        return
+    if root.is_root is None:
+        with without_transforms():
+            _become_root(root, check)
+
+
+def _become_root(root: FSDPState, check: Callable[[], None] | None) -> None:
     if len(root.modules) > 1:
         raise RuntimeError(f"FSDP requires a single root module but got {root.modules}")
     states = _find_states(root)

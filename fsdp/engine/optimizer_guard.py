@@ -4,7 +4,7 @@ Names parameters that an optimizer must not hold, at its first step: one that wa
 sharding, or while parameters are whole, would step on tensors that nobody reads afterwards,
 silently, for a whole training run. Refuses one that wants sparse gradients. Lets others look at an
 optimizer before its first step, for what they know of its parameters. And tells trees of units of
-every step: it makes old what they have gathered.
+steps: they make old what was gathered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -34,10 +34,16 @@ _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class Listener(Protocol):
-    """What is told of every step."""
+    """What is told of steps."""
 
-    def after_step(self) -> None:
-        """An optimizer of the process has stepped."""
+    def is_stepped_on(self, held: Set[int]) -> bool:
+        """Whether a parameter of the listener is among ``held``: those of an optimizer, by id."""
+
+    def after_step(self, *, surely: bool) -> None:
+        """An optimizer has stepped that has parameters of the listener, or of no listener.
+
+        ``surely``: the former. The latter may write to any, such as one that keeps copies of them.
+        """
 
 
 class _Mark:
@@ -79,11 +85,13 @@ class _Guard:
                 ]
 
     @untraced
-    def _tell(self, *_args: Any) -> None:
+    def _tell(self, optimizer: Optimizer, *_args: Any) -> None:
         with self._lock:  # another thread may start with a model of its own
             listeners = list(self._listeners)
-        for listener in listeners:
-            listener.after_step()
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stepped = [listener for listener in listeners if listener.is_stepped_on(held)]
+        for listener in stepped or listeners:
+            listener.after_step(surely=bool(stepped))
 
     def _drop(self, gone: weakref.ref[_Mark]) -> None:
         with self._lock:
@@ -98,7 +106,10 @@ _guard = _Guard()
 
 
 def tell_of_steps(listener: Listener) -> None:
-    """Call ``listener.after_step`` after every step, as long as it and a marked parameter live."""
+    """Call ``listener.after_step`` as long as it and a marked parameter live.
+
+    After each step of an optimizer that has parameters of it, or of no listener at all.
+    """
     _guard.listen(listener)
 
 

@@ -27,8 +27,8 @@ from fsdp.engine.reducer import Reducer
 from fsdp.engine.schedule import FSDPCommContext
 from fsdp.engine.shard import Shard
 from fsdp.engine.state import TRAINING_STATE_CHANGES, TrainingState, check_change
-from fsdp.engine.trace import trace
-from fsdp.engine.watch import watch_inputs
+from fsdp.engine.trace import say_where, trace
+from fsdp.engine.watch import Again, watch_inputs
 from fsdp.engine.whole import WholeParams
 
 _WHOLE_TRAINS = attrgetter("unsharded.requires_grad")
@@ -127,9 +127,12 @@ class FSDPParamGroup:
                 self.to_sharded()
             self._forget_plans()
 
-    def follow(self) -> None:
-        """Adopt what is registered on the modules now if it is not what was; see ``relink``."""
-        if self._exposure.changed(self.fsdp_params):
+    def follow(self, params: Sequence[FSDPParam] | None = None) -> None:
+        """Adopt what is registered on the modules now if ``params`` are not what was there.
+
+        Default: any of the group. See ``relink``.
+        """
+        if self._exposure.changed(self.fsdp_params if params is None else params):
             self.relink()
 
     def use_policy(self, policy: MixedPrecisionPolicy) -> None:
@@ -219,7 +222,13 @@ class FSDPParamGroup:
         forward = self._training_state is TrainingState.FORWARD
         if forward:
             comm.before_copy_out()
-        self._whole.finish(gathering, comm, forward=forward)
+        try:
+            self._whole.finish(gathering, comm, forward=forward)
+        except RuntimeError as error:
+            say_where(
+                error, "all-gather", self.fsdp_params[0].name, self._training_state.name.lower()
+            )
+            raise
         self._gathering = None
         self._kept = None
         self._show_whole()
@@ -239,7 +248,7 @@ class FSDPParamGroup:
             whole = param.unsharded
             assert whole is not None
             if whole.requires_grad != wanted:
-                whole.requires_grad_(wanted)
+                whole.requires_grad = wanted
 
     def drop_pending(self) -> None:
         """Wait for a gather that nobody asked to see, and forget it."""
@@ -318,9 +327,12 @@ class FSDPParamGroup:
 
     # Backward
 
-    def watch(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return stand-ins for a unit's inputs that announce the end of its backward."""
-        return watch_inputs(inputs, self.post_backward)
+    def watch(self, inputs: Sequence[torch.Tensor], again: Again) -> list[torch.Tensor]:
+        """Return stand-ins for a unit's inputs that announce the end of its backward.
+
+        ``again`` is called before that backward is differentiated itself.
+        """
+        return watch_inputs(inputs, self.post_backward, again)
 
     def post_backward(self, *, final: bool = False) -> None:
         """Take the gradients that are there, reshard, and start to reduce. Idempotent.

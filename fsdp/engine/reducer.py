@@ -19,6 +19,7 @@ from fsdp.engine.readiness import check_originals
 from fsdp.engine.reduction import ReduceSettings, Reduction, uniform_dtype
 from fsdp.engine.shard import ALIGN
 from fsdp.engine.streams import Streams
+from fsdp.engine.trace import say_where
 
 
 class Reducer:
@@ -53,8 +54,13 @@ class Reducer:
         self._made: tuple[Any, ReduceSettings] | None = None
 
     def accumulate(self) -> None:
-        """Keep the gradients whole, in the reduce dtype, for a later backward to reduce."""
+        """Keep the gradients whole, in the reduce dtype, for a later backward to reduce.
+
+        Raises:
+            NotImplementedError: one is sparse.
+        """
         held = self._options.held
+        self._check_dense()
         if held is not None:
             self.holds_back |= held.show_held(self._params)
             return
@@ -80,11 +86,15 @@ class Reducer:
         """Return whose gradients there are, and the whole gradients; the leaves lose them.
 
         *Collective* over the tensor-parallel mesh, for a gradient that is a partial sum there.
+
+        Raises:
+            NotImplementedError: one is sparse.
         """
         if not self.holds_back:
             gradients = self._take_all()
             if gradients is not None:
                 return self._all, gradients
+        self._check_dense()
         self.recall()
         self.holds_back = False
         return self._take_those_there()
@@ -96,13 +106,22 @@ class Reducer:
         for param in self._params:
             whole = param.unsharded
             gradient = None if whole is None else whole.grad
-            if whole is None or gradient is None:
+            if whole is None or gradient is None or gradient.is_sparse:
                 return None
             leaves.append(whole)
             gradients.append(gradient)
         for leaf in leaves:
             leaf.grad = None
         return self._options.exposure.plain_gradients(self._params, gradients)
+
+    def _check_dense(self) -> None:
+        for param in self._params:
+            whole = param.unsharded
+            if whole is not None and whole.grad is not None and whole.grad.is_sparse:
+                raise NotImplementedError(
+                    f"FSDP does not reduce sparse gradients, such as that of '{param.name}': build "
+                    "the module that has it with sparse=False."
+                )
 
     def _take_those_there(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         indices: list[int] = []
@@ -168,7 +187,11 @@ class Reducer:
 
         Gradients are off. *Collective* over the replicate group, if there is one and it is due.
         """
-        reduction.complete(self._partial)
+        try:
+            reduction.complete(self._partial)
+        except RuntimeError as error:
+            say_where(error, "reduction", self._params[0].name, "backward")
+            raise
         self._partial = reduction.partial
         if self._offloads and reduction.end is not None:
             self._offload_event = reduction.end[1]

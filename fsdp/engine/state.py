@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -99,25 +99,37 @@ class FSDPStateContext:
         # only an encoder is evaluated.
         self.iter_forward_root: FSDPState | None = None
         self.thread: int | None = None  # on which the last forward began
-        self.outdated = False  # whether an optimizer has stepped on another one since
+        self.outdated = False  # whether one of its optimizers has stepped on another one since
         self.post_backward_final_callback_queued = False
         self.is_last_backward = True
         self.backwards = 0  # how many are over
         self.post_optim_event: Any = None
         self.order_start = 0  # length of the order of forward when this forward began
 
-    def after_step(self) -> None:
+    def is_stepped_on(self, held: Set[int]) -> bool:
+        """Whether a parameter that users see is among ``held``: those of an optimizer, by id."""
+        return any(
+            id(param) in held
+            for state in self.all_states
+            for group in state.groups
+            for param in group.options.exposure.optimized(group.fsdp_params)
+        )
+
+    def after_step(self, *, surely: bool) -> None:
         """Let no unit keep what an optimizer has made old.
 
         Inside a backward nothing is given up: optimizers that step there step on what that backward
         is through with, and the rest is still needed as forward had it. After a step on another
         thread than that of forward, which may be in the midst of anything, the next forward does.
+
+        ``surely``: the optimizer has parameters of this tree. Another one, on another thread, steps
+        at any time: ranks that heeded it would gather unequally often.
         """
         if graph_task() != -1:
             return
         if self.thread in (None, threading.get_ident()):
             self.give_up()
-        else:
+        elif surely:
             self.outdated = True
 
     def give_up(self) -> None:

@@ -65,9 +65,11 @@ __all__ = [
     "spec_with_dtype",
     "split_factor_of",
     "strided_shard",
+    "transform_level",
     "untraced",
     "untraced_frame",
     "without_dispatch",
+    "without_transforms",
 ]
 
 
@@ -326,6 +328,18 @@ def has_replicate(module: torch.nn.Module) -> bool:
 def without_dispatch() -> AbstractContextManager[Any]:
     """Let a tensor subclass call the operator that it was asked about; the public way copies."""
     return cast("AbstractContextManager[Any]", torch._C._DisableTorchDispatch())
+
+
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""How many functions of ``torch.func`` the caller is inside of; None outside."""
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """Make plain tensors inside a function that ``torch.func`` transforms.
+
+    Those made there are the transform's own, which cannot be sent and do not outlive it.
+    """
+    return cast("AbstractContextManager[Any]", torch._C._DisableFuncTorch())
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,4 +1,4 @@
-"""Names what groups do, in the debug log and in a running profile."""
+"""Names what groups do: in the debug log, in a running profile, and below an error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 logger = logging.getLogger("fsdp")
 
@@ -23,3 +24,15 @@ def trace(event: str, fqn: str) -> AbstractContextManager[Any]:
     if not torch.autograd.profiler._is_profiler_enabled:
         return _NO_TRACE
     return torch.profiler.record_function(f"FSDP::{event} ({fqn})")
+
+
+def say_where(error: BaseException, collective: str, first: str, state: str) -> None:
+    """Note below ``error`` at which collective this rank was, and of the unit of which parameter.
+
+    What ends there is often the wait for ranks that run other units, which they cannot know.
+    """
+    error.add_note(
+        f"FSDP: rank {dist.get_rank()} was in {state}, at the {collective} of the unit that begins "
+        f"with '{first}'. If ranks have waited for each other, compare where they were: all must "
+        "run the same units in the same order."
+    )

@@ -9,6 +9,7 @@ import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -18,70 +19,133 @@ from fsdp.engine.agreement import together
 from fsdp.optim_state.judge import Facts, facts_of, ranks_differ
 from fsdp.reshard.optimizer import Saved
 from fsdp.reshard.side import Side, Told
-from fsdp.reshard.telling import Group, told_by, told_by_all
+from fsdp.reshard.telling import Group, own_rank, told_by, told_by_all
 
 _Facts = dict[str, Facts]  # by name of the tensor, or of what has options
 
 
-def agreed_tensors(told: Side | None, ranks: Sequence[int], group: Group) -> Side:
-    """Return what tensors the ranks of one side tell of, on all ranks, and nothing else.
+class Claim:
+    """What a rank tells of one side, ready to be compared and to be sent.
+
+    Args:
+        told: what it tells; None if it is not of the side.
+
+    Raises:
+        TypeError: what the rank keeps cannot be pickled.
+    """
+
+    NUMBERS = 2
+
+    def __init__(self, told: Side | None) -> None:
+        self.side = None if told is None else _sendable(told)
+
+    @cached_property
+    def facts(self) -> _Facts:
+        """What is compared between ranks: dtypes and values of states, and options."""
+        if self.side is None:
+            return {}
+        groups = self.side.groups
+        number = "none" if groups is None else str(len(groups))
+        found: _Facts = {"the optimizers": {"parameter groups": number}}
+        for index, group in enumerate(groups or ()):
+            found[f"parameter group {index}"] = facts_of({}, group)
+        for name, saved in self.side.states.items():
+            found[name] = facts_of(saved.elements, saved.values)
+        return found
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Digests of the tensors and of what else is compared; zeros without a side."""
+        if self.side is None:
+            return 0, 0
+        return number_of(self.side.tensors), number_of(sorted(self.facts.items()))
+
+
+def number_of(told: Any) -> int:
+    """Return a digest of what a rank tells, of 56 bits, that is not 0."""
+    found = hashlib.sha256(repr(told).encode()).digest()[:7]
+    return int.from_bytes(found, "big") + 1
+
+
+def agreed_tensors(
+    told: Side | None, numbers: Sequence[int], ranks: Sequence[int], group: Group
+) -> tuple[Told, ...]:
+    """Return what tensors the ranks of one side tell of, on all ranks.
+
+    *Collective* only where the ranks differ, or not all of them are of the side.
 
     Args:
         told: what this rank tells; None if it is not of the side.
+        numbers: ``number_of`` the tensors of every rank of ``group``; 0: it is not of the side.
         ranks: those of the side.
         group: contains them.
 
     Raises:
         ValueError: they tell of other tensors; names the first.
     """
-    digests = told_by_all(told.digest() if told else None, group)
-    if len({digest for digest in digests if digest is not None}) > 1:
+    if len({*numbers} - {0}) > 1:
         every = told_by_all((told.tensors,) if told else None, group)
-        return Side(tensors=_on_all_meshes(ranks, [each for (each,) in filter(None, every)]))
-    tensors = told_by(ranks[0], told.tensors if told else None, group)
-    return Side(tensors=tensors)
+        return _on_all_meshes(ranks, [each for (each,) in filter(None, every)])
+    if told is not None and 0 not in numbers:
+        return told.tensors
+    tensors: tuple[Told, ...] = told_by(ranks[0], told.tensors if told else None, group)
+    return tensors
 
 
-def agreed_side(told: Side | None, ranks: Sequence[int], group: Group) -> Side:
-    """Return what the ranks of one side tell, on all ranks.
+def agreed_side(
+    claim: Claim, numbers: Sequence[Sequence[int]], ranks: Sequence[int], group: Group
+) -> Side:
+    """Return what the ranks of one side tell, in what they must have in common.
 
     States of optimizers are put together: what one of the ranks that hold elements has is there.
-    Options of groups are those of all; extra state of modules is that of the first rank. Nothing of
-    it is shared with the model or the optimizers: training may go on.
+    Extra state of modules, and of states and options what is compared by its kind alone, may differ
+    between ranks: it is this rank's own, and none outside of the side. ``of_first`` makes it one.
+
+    *Collective* only where the ranks differ, or not all of them are of the side.
+
+    Args:
+        claim: of this rank.
+        numbers: those of the claim of every rank of ``group``.
+        ranks: those of the side.
+        group: contains them.
 
     Raises:
         ValueError: they tell of other tensors, of other values in optimizer states or of other
             options; names the first.
-        TypeError: what a rank keeps cannot be pickled.
     """
-    tensors = agreed_tensors(told, ranks, group).tensors
-    mine = together(lambda: _packed(told), group)
-    digests = told_by_all(mine[:2] if mine is not None else None, group)
-    present = [digest for digest in digests if digest is not None]
-    groups, states, objects = _unpacked(ranks[0], mine, group)
-    if len(set(present)) > 1:
-        facts = told_by_all((_facts(told), told.idle) if told else None, group)
-        _compare(ranks, [each for each in facts if each is not None])
-        every = told_by_all((mine[2], told.idle) if mine and told else None, group)
-        states = _merged([(pickle.loads(each[0]), each[1]) for each in every if each])
-    return Side(tensors=tensors, states=states, groups=groups, objects=objects)
+    mine = claim.side
+    tensors = agreed_tensors(mine, [tensor for tensor, _ in numbers], ranks, group)
+    side = replace(mine or Side(tensors=()), tensors=tensors)
+    if len({facts for _, facts in numbers} - {0}) > 1:
+        told = (claim.facts, mine.idle, mine.states) if mine is not None else None
+        every = [each for each in told_by_all(told, group) if each is not None]
+        _compare(ranks, [(facts, idle) for facts, idle, _ in every])
+        side = replace(side, states=_merged([(states, idle) for _, idle, states in every]))
+    return side
 
 
-def _packed(told: Side | None) -> tuple[str, str, bytes, bytes] | None:
-    """Return digests of what is compared, then what travels; None if nothing is told."""
-    if told is None:
-        return None
+def of_first(side: Side, first: int, group: Group) -> Side:
+    """Return ``side`` with the groups, states and objects of the rank ``first``, on all ranks.
+
+    *Collective*.
+    """
+    told = pickle.dumps((side.groups, side.states, side.objects))
+    sent = told_by(first, told if own_rank() == first else None, group)
+    groups, states, objects = together(lambda: pickle.loads(sent), group)
+    return replace(side, groups=groups, states=states, objects=objects)
+
+
+def _sendable(told: Side) -> Side:
+    """Return what other ranks can read: they would unpickle tensors onto this rank's device."""
+    side = replace(told, objects=_on_host(dict(told.objects)))
     try:
-        states = pickle.dumps(dict(told.states))
-        # To the CPU: other ranks would unpickle onto this rank's device.
-        rest = pickle.dumps((told.groups, _on_host(dict(told.objects))))
+        pickle.dumps((side.groups, side.states, side.objects))
     except Exception as error:  # whatever objects raise that cannot be pickled
         raise TypeError(
             f"what an optimizer or a module keeps cannot be pickled ({type(error).__name__}: "
             f"{error}); keep tensors, numbers, texts and containers of them"
         ) from error
-    facts = repr(sorted(_facts(told).items()))
-    return hashlib.sha256(facts.encode()).hexdigest(), str(len(told.states)), states, rest
+    return side
 
 
 def _on_host(value: Any) -> Any:
@@ -93,31 +157,6 @@ def _on_host(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_on_host, value))
     return value
-
-
-def _unpacked(
-    first: int, mine: tuple[str, str, bytes, bytes] | None, group: Group
-) -> tuple[Any, Mapping[str, Saved], Mapping[str, Any]]:
-    """Return groups, states and objects of the first rank."""
-    states, rest = told_by(first, mine[2:] if mine is not None else None, group)
-
-    def loaded() -> tuple[Any, Mapping[str, Saved], Mapping[str, Any]]:
-        groups, objects = pickle.loads(rest)
-        return groups, pickle.loads(states), objects
-
-    return together(loaded, group)
-
-
-def _facts(told: Side) -> _Facts:
-    """Return what is compared between ranks: dtypes and values of states, and options."""
-    groups = told.groups
-    number = "none" if groups is None else str(len(groups))
-    found: _Facts = {"the optimizers": {"parameter groups": number}}
-    for index, group in enumerate(groups or ()):
-        found[f"parameter group {index}"] = facts_of({}, group)
-    for name, saved in told.states.items():
-        found[name] = facts_of(saved.elements, saved.values)
-    return found
 
 
 def _compare(ranks: Sequence[int], told: Sequence[tuple[_Facts, frozenset[str]]]) -> None:

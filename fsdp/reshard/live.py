@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.engine.agreement import together
+from fsdp.engine.agreement import exchanged, together
 from fsdp.engine.mesh import message_device
-from fsdp.reshard.agreed import agreed_side, agreed_tensors
+from fsdp.reshard.agreed import Claim, agreed_side, agreed_tensors, number_of, of_first
 from fsdp.reshard.ends import Giving
 from fsdp.reshard.optimizer import Values
 from fsdp.reshard.plan import Plan
 from fsdp.reshard.side import Local, Side, put_extra_states
-from fsdp.reshard.telling import ranks_of, told_by_all
+from fsdp.reshard.telling import ranks_of
 from fsdp.reshard.transport import LIMIT, Transport
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -64,7 +64,7 @@ def reshard(
         RuntimeError: a model is in forward or backward, or inside ``summon_full_params``; likewise.
         NotImplementedError: tensors or states that are not cut along their dims; likewise.
     """
-    present = told_by_all((source is not None, target is not None), group)
+    present = exchanged(lambda: ((), (source is not None, target is not None)), group, 2)[1]
     ranks = ranks_of(group)
     sources = [rank for rank, (here, _) in zip(ranks, present, strict=True) if here]
     targets = [rank for rank, (_, here) in zip(ranks, present, strict=True) if here]
@@ -74,14 +74,17 @@ def reshard(
             "the ranks that have it, and None on the others"
         )
 
-    def look() -> tuple[Local | None, Local | None, Side | None, Side | None]:
+    def look() -> tuple[tuple[Local | None, Local | None, Claim, Side | None], tuple[int, ...]]:
         one = Local(source, source_optimizers, sources) if source is not None else None
         other = Local(target, target_optimizers, targets) if target is not None else None
-        return one, other, one.told if one else None, other.told if other else None
+        claim, told = Claim(one.told if one else None), other.told if other else None
+        return (one, other, claim, told), (*claim.numbers, number_of(told.tensors) if told else 0)
 
-    mine, wanted, mine_told, wanted_told = together(look, group)
-    source_side = agreed_side(mine_told, sources, group)
-    target_side = agreed_tensors(wanted_told, targets, group)
+    (mine, wanted, claim, told), numbers = exchanged(look, group, Claim.NUMBERS + 1)
+    claims = [own for *own, _ in numbers]
+    source_side = of_first(agreed_side(claim, claims, sources, group), sources[0], group)
+    target_tensors = agreed_tensors(told, [own for *_, own in numbers], targets, group)
+    target_side = Side(tensors=target_tensors)
 
     def fit() -> tuple[Plan, _Ends]:
         plan = Plan(source_side.dealt(), target_side.dealt())

@@ -141,11 +141,11 @@ class OptimizerView:
             ValueError: a parameter was in no group, or parameters of one group were in groups with
                 other options.
         """
-        options = {
-            name: {k: v for k, v in group.items() if k not in _NO_OPTIONS}
-            for group in saved
-            for name in group["params"]
-        }
+        options: dict[str, Values] = {}
+        for group in saved:
+            # One object for all of them, which is the same without a look inside.
+            kept = {k: v for k, v in group.items() if k not in _NO_OPTIONS}
+            options.update(dict.fromkeys(group["params"], kept))
         found: list[Values] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -156,7 +156,10 @@ class _Tables:
         self._known: dict[str, Ranks] = {}
 
     def of(self, rows: list[list[int]]) -> Ranks:
-        return self._known.setdefault(repr(rows), Ranks(rows))
+        key = repr(rows)
+        if key not in self._known:
+            self._known[key] = Ranks(rows)
+        return self._known[key]
 
 
 def _of_flat_group(group: FSDPParamGroup, tables: _Tables) -> dict[Slot, Piece]:

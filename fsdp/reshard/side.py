@@ -5,7 +5,6 @@ Says what a model and its optimizers consist of here; whether ranks agree is ano
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -86,10 +85,6 @@ class Side:
             )
             for told in self.tensors
         }
-
-    def digest(self) -> str:
-        """Return a digest of the tensors."""
-        return hashlib.sha256("\n".join(map(repr, self.tensors)).encode()).hexdigest()
 
 
 class Local:

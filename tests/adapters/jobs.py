@@ -23,6 +23,7 @@ from conformance.adapter import (
     named_parameters,
 )
 from conformance.adapters import adapter_class, make_adapter
+from conformance.gather import full_copies
 from conformance.optimizers import OPTIMIZERS, with_other_hyperparameters
 from conformance.ranks import RankContext
 
@@ -71,7 +72,7 @@ class Pair:
 
         def observe(moment: str, index: int = 0) -> None:
             if moment == "gradients":
-                seen.update(self.adapter.full_gradients(w))
+                seen.update(full_copies(self.adapter.full_gradients(w)))
 
         w.observe = observe
         for step in range(first, first + steps):
@@ -125,7 +126,7 @@ def side_doors(context: RankContext, *, adapter: str, variant: str, model: str) 
     """Where the three side doors differ from a plain module's training."""
     pair = Pair.of(context, adapter, variant, model)
     w = pair.wrapped()
-    start = pair.adapter.full_parameters(w)
+    start = full_copies(pair.adapter.full_parameters(w))
     expected_start = {fqn: p.detach() for fqn, p in named_parameters(pair.model.build())}
     found = differences(start, expected_start, "built: ")
     gradients = pair.train(w)
@@ -140,8 +141,8 @@ def side_doors(context: RankContext, *, adapter: str, variant: str, model: str) 
     }
     found += differences(gradients, expected, "gradient: ")
     if "unused" not in pair.model.traits:
-        found += differences(pair.adapter.full_parameters(w), trained, "trained: ")
-        found += differences(pair.adapter.full_optimizer_state(w), states, "state: ")
+        found += differences(full_copies(pair.adapter.full_parameters(w)), trained, "trained: ")
+        found += differences(full_state(pair.adapter, w), states, "state: ")
     return found
 
 
@@ -170,12 +171,19 @@ def round_trip(
     return found + pair_differences(pair.adapter, fresh, uninterrupted, "one step later: ")
 
 
+def full_state(adapter: Adapter, w: Wrapped) -> dict[str, dict[str, Any]]:
+    """The side door's optimizer state, whole and copied."""
+    return {fqn: full_copies(state) for fqn, state in adapter.full_optimizer_state(w).items()}
+
+
 def pair_differences(adapter: Adapter, got: Wrapped, expected: Wrapped, path: str) -> list[str]:
     return [
-        *differences(adapter.full_parameters(got), adapter.full_parameters(expected), path),
         *differences(
-            adapter.full_optimizer_state(got), adapter.full_optimizer_state(expected), path
+            full_copies(adapter.full_parameters(got)),
+            full_copies(adapter.full_parameters(expected)),
+            path,
         ),
+        *differences(full_state(adapter, got), full_state(adapter, expected), path),
         *(
             []
             if json.dumps(adapter.hyperparameters(got))
@@ -206,7 +214,7 @@ def every_variant_builds(context: RankContext, *, adapter: str, wrong: list[str]
         w = pair.wrapped(SGD)
         pair.train(w, steps=1)
         expected = {fqn: p.detach() for fqn, p in named_parameters(plain(pair.model, 1, SGD)[0])}
-        got = pair.adapter.full_parameters(w)
+        got = full_copies(pair.adapter.full_parameters(w))
         found += differences(got, got if variant in wrong else expected, f"[{variant}] ")
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from conformance.ranks import RankContext
 from fsdp import FullyShardedDataParallel, checkpoint
-from fsdp.checkpoint import saving
+from fsdp.checkpoint import CheckpointError, saving, sharded
 from fsdp.reshard import agreed, reshard
 from fsdp.reshard.pieces import pieces_of
 from tests.fsdp.ranks import error_of, named_on_every_rank, on_ranks
@@ -165,28 +164,42 @@ def _exchanges(context: RankContext, *, path: str) -> int:
 
 
 def test_equal_states_are_not_gathered(tmp_path: Path) -> None:
-    assert on_ranks(_exchanges, 2, path=str(tmp_path / "saved")) == (2, 2)
+    assert on_ranks(_exchanges, 2, path=str(tmp_path / "saved")) == (0, 0)
 
 
-def _unlisted(context: RankContext, *, path: str) -> list[str]:
+def _unread(context: RankContext, *, path: str, rank: int, form: str) -> list[str]:
     model = made("flat", RANKS)
     assert model is not None
-    found = saving.files_of
+    module: Any = sharded if form == "sharded" else saving
+    digest_files = module.digest_files
 
-    def fails(directory: Path) -> list[str]:
-        raise OSError(5, f"cannot list {directory}")
+    def fails(directory: Path, names: list[str]) -> Any:
+        if context.rank == rank and names:
+            raise OSError(5, f"cannot read {names}")
+        return digest_files(directory, names)
 
-    saving.files_of = fails
+    module.digest_files = fails
     try:
-        return error_of(lambda: checkpoint.save(path, model))
+        return error_of(lambda: checkpoint.save(path, model, marked(model), format=form))
     finally:
-        saving.files_of = found
+        module.digest_files = digest_files
 
 
-def test_a_directory_that_cannot_be_listed_fails_on_all_ranks(tmp_path: Path) -> None:
-    errors = on_ranks(_unlisted, 2, path=str(tmp_path / "saved"))
-    named_on_every_rank(errors, OSError, "cannot list")
-    shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(
+    ("form", "kind", "fragment"),
+    [
+        ("sharded", CheckpointError, "cannot be written: OSError: [Errno 5] cannot read"),
+        ("safetensors", OSError, "[Errno 5] cannot read"),
+    ],
+    ids=["sharded", "safetensors"],
+)
+def test_what_one_rank_cannot_digest_fails_on_all_ranks(
+    form: str, kind: type[Exception], fragment: str, rank: int, tmp_path: Path
+) -> None:
+    errors = on_ranks(_unread, 2, path=str(tmp_path / "saved"), rank=rank, form=form)
+    named_on_every_rank(errors, kind, fragment)
+    assert errors[1 - rank][1].startswith(f"on rank {rank}: ")
     assert not list(tmp_path.iterdir())
 
 

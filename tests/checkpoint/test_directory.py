@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_torc
 
 from conformance.ranks import RankContext
 from fsdp import checkpoint
+from fsdp.checkpoint import sharded
 from tests.fsdp.ranks import on_ranks
 from tests.reshard.faces import ALL, everything, fresh, made, marked, plain, same
 
@@ -128,7 +129,9 @@ def test_safetensors_are_those_of_the_plain_model(tmp_path: Path) -> None:
 
 def test_a_directory_has_the_names_of_the_plain_model(tmp_path: Path) -> None:
     on_ranks(_saves, 2, path=str(tmp_path / "saved"), face="flat", form="sharded")
-    metadata = FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata
+    saved = FileSystemReader(tmp_path / "saved").read_metadata()
+    assert sharded.is_own(saved)
+    metadata = saved.state_dict_metadata
     found = {key.removeprefix("model.") for key in metadata if key.startswith("model.")}
     wanted = set(plain().state_dict()) - {"counter._extra_state"}
     assert found == wanted | {"counter._extra_state.count"}

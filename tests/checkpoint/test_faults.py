@@ -316,7 +316,8 @@ def test_a_rank_that_cannot_write_spoils_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     on_ranks(_saves, 2, path=path, face="flat", form="sharded")
     errors = on_ranks(_fails_on_one_rank, 2, fresh=True, path=path)
-    named_on_every_rank(errors, CheckpointError, "on rank 1: OSError: [Errno 28] No space")
+    named_on_every_rank(errors, CheckpointError, "cannot be written: OSError: [Errno 28] No space")
+    assert errors[0][1].startswith("on rank 1: ")
     assert [each.name for each in tmp_path.iterdir()] == ["saved"]
     on_ranks(_loads, 2, path=path, face="flat", seed=7)
 

@@ -176,9 +176,9 @@ def test_an_asynchronous_save_shares_nothing_with_training(
     optimizer.param_groups[0]["history"] = [1]
     real = sharded.write
 
-    def late(*args: Any) -> None:
+    def late(*args: Any) -> Any:
         assert trained.wait(120)
-        real(*args)
+        return real(*args)
 
     monkeypatch.setattr(sharded, "write", late)
     future = checkpoint.async_save(tmp_path / "saved", model, optimizer)

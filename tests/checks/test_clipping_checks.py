@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Ledger, clipping
-from conformance.checks.clipping import combined, norm_of
+from conformance.checks.clipping import SHORT, combined, norm_of, rounded_in_short
 from conformance.checks.gradients import GRADIENTS
 from tests.checks.literal import Story, cause, first_mismatch, training
 
@@ -236,21 +236,44 @@ def test_the_norm_of_the_whole_follows_from_its_parts(
     assert combined(parts, p) == pytest.approx(float(values.norm(p)))
 
 
-@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spacings", [1, -3])
-def test_a_norm_that_was_added_up_in_a_short_dtype_is_named(short, spacings: int) -> None:
+def _parts(story: Story) -> list[Tensor]:
+    """The gradients of the second step, each once."""
+    tree = story.value("gradients", step=1)
+    return [tree["body"], tree["bias"]]
+
+
+SUMS = {
+    "rounded at the end": lambda parts, short: torch.stack([p.norm() for p in parts]).norm(),
+    "of norms": lambda parts, short: torch.stack([p.norm().to(short) for p in parts]).norm(),
+    "of rounded gradients": lambda parts, short: torch.stack(
+        [p.to(short).norm() for p in parts]
+    ).norm(),
+    "one by one": lambda parts, short: sum(p.norm().to(short) ** 2 for p in parts) ** 0.5,
+    "of squares": lambda parts, short: sum((p.to(short) ** 2).sum() for p in parts) ** 0.5,
+}
+
+
+@pytest.mark.parametrize("short", SHORT)
+@pytest.mark.parametrize("sum_of", SUMS.values(), ids=SUMS.keys())
+def test_a_norm_that_was_added_up_in_a_short_dtype_is_named(sum_of, short: torch.dtype) -> None:
     story = training()
-    nearest = float(torch.tensor(whole(story)).to(short))
-    spacing = torch.finfo(short).eps * 2 ** math.floor(math.log2(nearest))
-    story.instead("grad_norm", nearest + spacings * spacing, **AT)
+    story.instead("grad_norm", float(sum_of(_parts(story), short).to(short)), **AT)
     assert cause("clip.norm", story) is Cause.DTYPE_ROUND_TRIP
 
 
-def test_a_norm_that_is_wrong_by_more_than_roundings_is_of_no_short_dtype() -> None:
+@pytest.mark.parametrize("short", SHORT)
+@pytest.mark.parametrize("factor", [0.77, 0.98, 1.02, math.nan, math.inf])
+def test_a_norm_of_a_short_dtype_that_no_rounding_gives_is_not_named(short, factor: float) -> None:
     story = training()
-    wrong = float(torch.tensor(whole(story) * 0.77).bfloat16())
-    story.instead("grad_norm", wrong, **AT)
-    assert cause("clip.norm", story) is Cause.UNEXPLAINED
+    story.instead("grad_norm", float(torch.tensor(whole(story) * factor).to(short)), **AT)
+    assert cause("clip.norm", story) in (Cause.UNEXPLAINED, Cause.NON_FINITE)
+
+
+def test_a_norm_rounded_to_the_other_side_of_a_boundary_is_named() -> None:
+    edge = 1.0 + 2.0**-8  # halfway between two numbers of bfloat16
+    for got, expected in ((1.0, edge + 1e-6), (1.0 + 2.0**-7, edge - 1e-6)):
+        assert rounded_in_short(got, expected, 2e-6, [])
+        assert not rounded_in_short(got, expected, 1e-7, [])
 
 
 @pytest.mark.parametrize("p", [1.0, math.inf])

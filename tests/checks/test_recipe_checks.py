@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from conformance.case import Case
 from conformance.causes import Cause
 from conformance.checks import CHECKS, Ledger
+from conformance.checks.updates import stepped
+from conformance.optimizers import optimizer_named
 from tests.checks.literal import Story, cause, first_mismatch
 
 SHAPES = {"body": [[4, 3], [1, 4]], "row": [[1, 3], [3, 1]]}
+START, GRADIENT = torch.tensor([1.0, -2.0]), torch.tensor([0.3, 0.7])
 CALLS = {"first/forward": 1.0, "first/recompute": 1.0}
 
 
@@ -28,12 +32,22 @@ def watched() -> Story:
 
 
 def scaled() -> Story:
-    story = Story(case=Case.of("literal", "scaled"))
-    for step, value in enumerate((0.5, 0.5, 0.5, 0.25)):
+    story = Story(case=Case.of("literal", "scaled", optimizer="sgd"))
+    story.phase("build")
+    story.see("parameters", {"body": START}, step=-1)
+    for step, scale in enumerate((64.0, 32.0, 16.0, 16.0)):
         story.phase(f"step {step}")
-        story.see("scale", (64.0, 32.0, 16.0, 16.0)[step], step=step)
-        story.see("parameters", {"body": torch.full((2,), value)}, step=step)
+        if not step:
+            story.see("gradients_scaled", {"body": 64.0 * GRADIENT}, step=step)
+        story.see("scale", scale, step=step)
+        after = moved(GRADIENT) if step < 3 else START / 2
+        story.see("parameters", {"body": after}, step=step)
     return story
+
+
+def moved(gradient: Tensor) -> Tensor:
+    """The parameter after a first step with `gradient`."""
+    return stepped(optimizer_named("sgd"), START, [gradient])
 
 
 def averaged() -> Story:
@@ -83,6 +97,7 @@ def repeated() -> Story:
         ("hooks.parameters", watched),
         ("scaler.together", scaled),
         ("scaler.shards", scaled),
+        ("scaler.step", scaled),
         ("average.values", averaged),
         ("materialised.values", materialised),
         ("unfrozen.training", unfrozen),
@@ -153,6 +168,26 @@ def test_a_step_that_only_some_ranks_skip_is_named(
     story = scaled()
     story.instead(what, value, rank=0, step=step)
     assert cause(check, story) is expected
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(64.0, Cause.NOT_UNSCALED), (63.0, Cause.UNEXPLAINED), (0.0, Cause.UNEXPLAINED)],
+)
+def test_a_step_by_gradients_of_the_scaled_loss_is_named(factor: float, expected: Cause) -> None:
+    story = scaled()
+    rounded = moved(factor * GRADIENT) + 5e-6  # as a change of 64 times the size may be
+    story.instead("parameters", {"body": rounded}, rank=1, step=0)
+    first = first_mismatch("scaler.step", story)
+    assert first is not None
+    assert (first.cause, first.where["rank"]) == (expected, 1)
+
+
+def test_a_step_without_a_gradient_of_the_oracle_has_no_such_name() -> None:
+    story = scaled()
+    story.instead("parameters", {"body": moved(64.0 * GRADIENT)}, rank=1, step=0)
+    story.seen = [seen for seen in story.seen if seen[0] != "gradients_scaled"]
+    assert cause("scaler.step", story) is Cause.UNEXPLAINED
 
 
 def test_other_steps_may_move_parameters_as_they_like() -> None:

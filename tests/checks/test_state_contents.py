@@ -77,6 +77,7 @@ def story(kind: str = "sharded", options: str = "default") -> Story:
         told.see("optim_state_known", True)
         told.see("optim_state_options", [dict(RATE)], [] if alone else [dict(RATE)])
         told.see("optim_state_pieces", pieces[0], {} if alone else pieces[1])
+    told.see("surroundings_changed", [], act="save")
     told.see("kept_parameters", parameters(), step=1)
     told.see("kept_buffers", {"mean": torch.ones(3)}, {"mean": torch.zeros(3)}, step=1)
     told.see("kept_optimizer_state", held, step=1)
@@ -97,6 +98,7 @@ ALL = (
         for kind in ("full", "sharded")
     ),
     *(("save.unchanged", kind) for kind in ("full", "sharded", "local", "save")),
+    *(("save.surroundings", kind) for kind in ("full", "sharded", "local", "save")),
 )
 
 
@@ -271,6 +273,20 @@ def test_saving_changes_nothing(
     found = first_mismatch("save.unchanged", told)
     assert found is not None
     assert (found.cause, found.where["rank"]) == (expected, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_save_leaves_changed_around_it_is_told(rank: int) -> None:
+    told = story("full")
+    changed = [f"training mode of layer{i}" for i in range(5)]
+    told.instead("surroundings_changed", changed, rank=rank, act="save")
+    found = first_mismatch("save.surroundings", told)
+    assert found is not None
+    assert (found.cause, found.where["rank"]) == (Cause.NOT_RESTORED, rank)
+    assert found.sentence == (
+        f"after the save, rank {rank}: not as before are training mode of layer0, training mode"
+        " of layer1, training mode of layer2 and 2 more: not put back"
+    )
 
 
 def test_a_key_that_saving_lost_is_missing() -> None:

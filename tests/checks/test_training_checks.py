@@ -234,6 +234,46 @@ def test_a_missing_gradient_and_one_too_many_are_named() -> None:
     assert cause("gradients.value", story) is Cause.UNEXPECTED_GRADIENT
 
 
+def _routed() -> tuple[Story, Tensor]:
+    """In the second step rank 0 alone uses the bias; its own gradient of it."""
+    story = training()
+    own = story.value("gradients_of_rank", 0, step=1)["bias"]
+    for what, where, values, _ in story.seen:
+        if what == "gradients_of_rank" and where == {"step": 1}:
+            del values[1]["bias"]
+        elif what == "gradients" and where == {"step": 1}:
+            for value in values:
+                value["bias"] = own / 2
+    return story, own
+
+
+def test_a_mean_over_the_ranks_that_used_a_parameter_is_named() -> None:
+    story, own = _routed()
+    assert cause("gradients.value", story) is None
+    story.instead("gradients", {"bias": own}, step=1)
+    assert cause("gradients.value", story) is Cause.UNEQUAL_WEIGHTS
+
+
+def test_a_sum_over_ranks_is_one_also_where_one_rank_used_a_parameter() -> None:
+    story, _ = _routed()
+    summed = {n: 2 * g for n, g in story.value("gradients", step=1).items() if g is not None}
+    for name in ("bias", "body", "head"):
+        only = {"bias": summed["bias"], name: summed[name]}
+        story.wrong.clear()
+        story.instead("gradients", only, step=1)
+        named = Cause.UNEQUAL_WEIGHTS if name == "bias" else Cause.SUMMED_NOT_AVERAGED
+        assert cause("gradients.value", story) is named
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+def test_what_one_rank_used_and_kept_is_not_reduced(ranks: tuple[int, ...]) -> None:
+    story, own = _routed()
+    for rank in ranks:
+        kept = torch.zeros(3) if rank else own
+        story.instead("gradients", {"bias": kept}, rank=rank, step=1)
+    assert cause("gradients.value", story) is Cause.NOT_REDUCED
+
+
 def test_a_stale_gradient_is_named() -> None:
     story = training()
     story.instead("gradients", story.value("gradients", step=0), step=1)

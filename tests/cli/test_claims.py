@@ -54,11 +54,11 @@ def test_a_claim_is_verified_broken_known_to_deviate_or_never_seen() -> None:
         (0, 0, 0, False),
     ]
     line = (
-        "claims: 1 of 4 verified; broken two_forwards (losses.value);"
-        " with known deviations save (1 case)"
+        "claims: 1 of 4 verified; broken: two_forwards (losses.value);"
+        " broken as expected: save (1 case)"
     )
     assert claims_line(claims, whole=False) == line
-    assert claims_line(claims, whole=True) == f"{line}; never seen shard.parameters"
+    assert claims_line(claims, whole=True) == f"{line}; never seen: shard.parameters"
     assert claims_line([], whole=True) == ""
 
 
@@ -83,12 +83,12 @@ def test_an_exception_breaks_what_was_tried_and_hides_the_rest(verdict: str) -> 
     ]
     claims = ledger(["clip.p2", "clip.pinf", "gradients", "shard.parameters"], findings)
     told = {
-        "FAIL": "broken clip.pinf (clip.norm)",
-        "XFAIL": "with known deviations clip.pinf (1 case)",
+        "FAIL": "broken: clip.pinf (clip.norm)",
+        "XFAIL": "broken as expected: clip.pinf (1 case)",
     }[verdict]
     assert claims_line(claims, whole=False) == (
-        f"claims: 2 of 4 verified; {told}; verified but in 1 case not seen gradients;"
-        " never seen shard.parameters"
+        f"claims: 2 of 4 verified; {told}; never seen: shard.parameters;"
+        " 1 case ended before it showed gradients"
     )
 
 
@@ -108,7 +108,7 @@ def test_a_case_that_ends_before_what_it_is_there_for_says_nothing_of_it(
     assert bool(claim.broken) == broken
     assert claim.never_seen != broken
     assert claims_line([claim], whole=False).endswith(
-        "broken save (run.completed)" if broken else "never seen save"
+        "broken: save (run.completed)" if broken else "never seen: save"
     )
 
 
@@ -119,7 +119,7 @@ def test_the_report_tells_it_of_each_adapter() -> None:
     text = report_text(
         Log(header=first, reported=[judged("PASS", "gradients.value")], footer=footer)
     )
-    assert "\n  claims: 1 of 2 verified; never seen save\n" in text
+    assert "\n  claims: 1 of 2 verified; never seen: save\n" in text
     assert "never seen" not in report_text(
         Log(header=first | {"narrowed": True}, reported=[judged("PASS", "gradients.value")])
     )

@@ -274,7 +274,7 @@ VACUOUS  losses.value in 2 cases
 
 torch.fully_shard: 2 cases, 3 checks
   1 PASS, 1 UNSUPPORTED, 2 VACUOUS
-  not claimed: clip.p2 (1 finding)
+  not claimed, so not judged: clip.p2 (1 finding)
 
 1 PASS, 1 UNSUPPORTED, 2 VACUOUS in 12.3 s (2 ranks on cpu); exit status 2
 """,
@@ -349,7 +349,7 @@ torch.fully_shard[hybrid]: 1 case, 1 check
 
 torch.DistributedDataParallel: 1 case, 1 check
   1 UNSUPPORTED
-  not claimed: shard (1 finding)
+  not claimed, so not judged: shard (1 finding)
 
   1  torch.fully_shard
   2  torch.fully_shard[hybrid]

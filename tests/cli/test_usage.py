@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import logging
 import platform
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from conformance import machine
+from conformance.adapters import make_adapter
 from conformance.checks import CHECKS
 from conformance.cli import main
 from conformance.cli.app import WithRanks, app
@@ -41,7 +43,7 @@ def command(monkeypatch, *arguments: str) -> int:
     ("arguments", "message"),
     [
         (["run", "torch.fuly_shard"], "did you mean torch.fully_shard"),
-        (["run", "no_such_module:Adapter"], "cannot import no_such_module"),
+        (["run", "no_such_module:Adapter"], "nor where else Python looks\n"),
         ([*RUN, "--variant", "defalt"], "did you mean default"),
         ([*RUN, "--variant", "zzz"], " of torch.fully_shard; known: default; hybrid; hybrid,rep"),
         ([*RUN, "--check", "gradients.valu"], "did you mean gradients.value"),
@@ -254,12 +256,52 @@ class Replicas(Base):
 
 
 class Misspelt(Base):
-    def nosync(self, w):
+    def no_snyc(self, w):
         raise AssertionError
 
 
 class Claim(Base):
     capabilites = frozenset()
+
+
+class Choice(Base):
+    def configure(self, options):
+        self.conventons = {}
+
+
+class Half(Base):
+    capabilities = frozenset({"gradients", "save"})
+
+    def save(self, w, directory):
+        raise AssertionError
+
+
+class Sharded(Base):
+    capabilities = frozenset({"gradients", "model_state.sharded"})
+
+
+class Value(Base):
+    no_sync = True
+
+
+class Yields(Base):
+    def no_sync(self, w):
+        yield
+
+
+class Signature(Adapter):
+    def build(self, model, make_optimizer=None, *, config):
+        raise AssertionError
+
+
+class NoSelf(Base):
+    def zero_grad():
+        raise AssertionError
+
+
+class Short(Base):
+    def model_state(self, w, kind, *, cpu=False):
+        raise AssertionError
 
 
 class Engine:
@@ -271,6 +313,30 @@ class Helpers(Base, Engine):
     replicas = "no slip above, so this is told"
     steps = 2
     saved = ()
+    variant = "of this class"
+
+    def build(self, model, *given, **named):
+        self.zero_grads, self.variant, getattr(self, "weight")
+
+    def no_sync(self, wrapped):
+        return self.forwards(wrapped)
+
+    def step(*everything, **besides):
+        raise AssertionError
+
+    save = print
+
+    def weight(self, w):
+        raise AssertionError
+
+    def forwards(self, w):
+        raise AssertionError
+
+    def step_optimizer(w):
+        raise AssertionError
+
+    def evaluate(self, w, batch, loss_fn, steps=1):
+        self.step_optimizer(w)
 
     def _nosync(self, w):
         raise AssertionError
@@ -350,8 +416,38 @@ class Helpers(Base, Engine):
         (
             CANNOT_BE_SET_UP,
             "{}:Misspelt",
-            "adapter '{}:Misspelt': nothing asks for 'nosync'; did you mean no_sync? (name a helper"
-            " with _ in front)",
+            "adapter '{}:Misspelt': nothing asks for 'no_snyc'; did you mean no_sync? (a helper of"
+            " yours: name it _no_snyc)",
+        ),
+        (CANNOT_BE_SET_UP, "{}:Choice", "for 'conventons'; did you mean conventions? ("),
+        (CANNOT_BE_SET_UP, "{}:Half", "claims 'save', but does not define load()\n"),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Sharded",
+            "claims 'model_state.sharded', but does not define model_state()\n",
+        ),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Yields",
+            "no_sync() yields; it lacks the decorator @contextlib.contextmanager\n",
+        ),
+        (CANNOT_BE_SET_UP, "{}:Value", "no_sync must be a method; got True\n"),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Signature",
+            "adapter '{}:Signature': build(self, model, make_optimizer=None, *, config) is called"
+            " as build(self, model, make_optimizer, config): too many positional arguments\n",
+        ),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:NoSelf",
+            "zero_grad() is called as zero_grad(self, w): too many positional arguments\n",
+        ),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Short",
+            "model_state(self, w, kind, *, cpu=False) is called as model_state(self, w, kind,"
+            " cpu=..., rank0_only=...): got an unexpected keyword argument 'rank0_only'\n",
         ),
         (CANNOT_BE_SET_UP, "{}:Claim", "for 'capabilites'; did you mean capabilities? ("),
         (CANNOT_BE_SET_UP, "{}:Helpers", "replicas must be an int of at least 1; got 'no slip"),
@@ -381,6 +477,33 @@ def test_a_name_that_leads_to_no_adapter_is_answered_with_those_that_are_there(
     assert message.replace("{}", own).replace("TMP", str(tmp_path)) in shown
     assert len(shown.splitlines()) == 1
     assert not (tmp_path / "result").exists()
+
+
+def test_a_misspelt_module_of_this_folder_is_told(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "my_adapter.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "run", "myadapter:Mine") == EXIT_USAGE
+    assert capsys.readouterr().err.endswith("Python looks; did you mean my_adapter?\n")
+
+
+def test_a_helper_may_be_called_from_anywhere_in_its_package(tmp_path: Path, monkeypatch) -> None:
+    package = f"package_{zlib.crc32(str(tmp_path).encode())}"
+    (tmp_path / package).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / package / "mine.py").write_text(
+        "from conformance import Adapter\n"
+        f"from {package} import engine\n"
+        "class Mine(Adapter):\n"
+        "    def build(self, model, make_optimizer, config): ...\n"
+        "    def zero_grads(self, w): ...\n"
+    )
+    engine = tmp_path / package / "engine.py"
+    engine.write_text("class Engine:\n    def drop(self, w):\n        self.adapter.zero_grads(w)\n")
+    make_adapter(f"{package}.mine:Mine")
+    engine.write_text("class Engine:\n    zero_grads = None\n    def zero_grads(self): ...\n")
+    linecache.checkcache()
+    with pytest.raises(UsageError, match="nothing asks for 'zero_grads'; did you mean zero_grad"):
+        make_adapter(f"{package}.mine:Mine")
 
 
 @pytest.mark.parametrize(

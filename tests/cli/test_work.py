@@ -65,7 +65,8 @@ def test_every_small_model_is_trained_and_saved_at_every_depth() -> None:
             (case.model, "train" if case.scenario in TRAINING else case.scenario)
             for case in planned(depth)
         }
-        assert {(m, s) for m in SMALL for s in ("train", "checkpoint")} <= seen
+        saved = SMALL if depth is Depth.FULL else [m for m in SMALL if m != "routed"]
+        assert {(m, "train") for m in SMALL} | {(m, "checkpoint") for m in saved} <= seen
 
 
 def test_wide_models_are_there_for_live_bytes_and_for_nothing_else() -> None:
@@ -141,9 +142,10 @@ def test_full_depth_crosses_every_variant_and_model_with_every_training() -> Non
         for item in items
         if (case := item.planned.case).scenario in TRAINING and case.optimizer in OPTIMIZERS
     }
-    options = product(make_adapter(DDP)[0].variants, SMALL, OPTIMIZERS, ("1", "3"))
+    options = {*product(make_adapter(DDP)[0].variants, SMALL, OPTIMIZERS, ("1", "3"))}
     # with a static graph what takes part may not vary
-    assert crossed == {o for o in options if "static_graph" not in o[0] or o[1] != "varying"}
+    fixed = {o for o in options if "static_graph" in o[0] and o[1] in ("varying", "routed")}
+    assert crossed == options - fixed
 
 
 def test_optimizers_of_whole_parameters_are_asked_of_who_claims_them() -> None:
@@ -165,6 +167,16 @@ def test_what_takes_part_varies_from_step_to_step_and_from_micro_batch_to_micro_
     own = [c for c in planned() if c.model == "varying"]
     assert {c.accumulation for c in own if c.scenario == "varying"} == {1, 3}
     assert sorted(c.scenario for c in own if c.scenario != "varying") == ["checkpoint"]
+
+
+@pytest.mark.parametrize("depth", [Depth.NARROW, Depth.WIDE])
+def test_a_model_of_which_ranks_use_other_parts_takes_one_training(depth: Depth) -> None:
+    def own(claims: frozenset[str]) -> list[str]:
+        return [str(c) for c in planned(depth, claims) if c.model == "routed"]
+
+    assert own(ALL) == ["routed/varying/accumulation=1,optimizer=sgd"]
+    assert own(ALL - {"unused_parameters.ranks"}) == []
+    assert own(ALL - {"unused_parameters.varying"}) == []
 
 
 def test_recipes_are_asked_of_the_models_that_show_something() -> None:

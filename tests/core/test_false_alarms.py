@@ -111,7 +111,7 @@ def test_an_alarm_is_printed_with_its_repeating_line(
     assert main(["--out", str(tmp_path), "--seeds", "1", "--block", "core"]) == 1
     assert "too high\n  repeat it" in capsys.readouterr().out
     text = (tmp_path / "false-alarms.md").read_text()
-    assert f"1 runs, 2 cases, 1 checks judged, 1 alarms; {RIGHT - 1} runs not done." in text
+    assert f"1 run, 2 cases, 1 check judged, 1 alarm; {RIGHT - 1} runs not done." in text
     assert "repeat it" in text
 
 
@@ -187,9 +187,35 @@ def test_processes_that_share_the_runs_end_with_the_command(
     wait_for(lambda: not _processes_with(f"TMPDIR={folder}"))
 
 
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found by /proc")
+def test_an_interrupt_while_processes_import_is_told_once(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "conformance.false_alarms", "--out", str(tmp_path), *SHARED_OUT],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        wait_for(lambda: _importing_torch(f"TMPDIR={tmp_path}") == 3)
+        os.killpg(process.pid, signal.SIGINT)
+        written = process.communicate(timeout=PATIENCE)[1]
+    assert (process.returncode, written) == (130, "fsdp-conformance: interrupted\n")
+    wait_for(lambda: not _processes_with(f"TMPDIR={tmp_path}"))
+
+
 def _processes_with(setting: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             found += [path.parent.name] if setting in path.read_text().split("\0") else []
     return found
+
+
+def _importing_torch(setting: str) -> int:
+    """How many of the processes with a setting have torch, or are about to."""
+    count = 0
+    for process in _processes_with(setting):
+        with contextlib.suppress(OSError):
+            count += "libtorch" in Path(f"/proc/{process}/maps").read_text()
+    return count

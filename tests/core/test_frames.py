@@ -20,6 +20,10 @@ JSON = '  File "/usr/lib/python3.12/json/decoder.py", line 9, in decode\n    rai
 TORCH = f'  File "{SITE}/torch/nn/modules/module.py", line 1, in _call_impl\n    return f()\n'
 FROZEN = '  File "<frozen importlib._bootstrap>", line 1, in _load\n'
 OWN = f'  File "{SITE}/conformance/adapters/torch_fsdp2.py", line 120, in build\n    fully()\n'
+DEFAULT = f'  File "{SITE}/conformance/adapter.py", line 9, in optimizer_step\n    w.x.step()\n'
+STEP = f'  File "{SITE}/conformance/adapter.py", line 5, in step\n    self.optimizer_step(w)\n'
+NAMELESS = f'  File "{SITE}/conformance/adapter.py", line 8, in <dictcomp>\n    p in state\n'
+PRIVATE = f'  File "{SITE}/conformance/adapter.py", line 8, in _plain\n    raise\n'
 LOCAL = '  File "/opt/python3.12/lib/python3.12/site-packages/other.py", line 2, in f\n    f()\n'
 
 
@@ -33,6 +37,11 @@ LOCAL = '  File "/opt/python3.12/lib/python3.12/site-packages/other.py", line 2,
         (SUITE + MINE + TORCH + WRAPPER + TORCH, "wrap.py:7"),
         (SUITE + LOCAL, "other.py:2"),
         (SUITE + OWN + TORCH, ""),
+        (SUITE + STEP + DEFAULT, "in the default optimizer_step()"),
+        (SUITE + STEP + NAMELESS, "in the default step()"),
+        (SUITE + PRIVATE, ""),
+        (SUITE + STEP + MINE + DEFAULT, "my_adapter.py:31"),
+        (SUITE + STEP + TORCH, ""),
         (SUITE, ""),
         ("", ""),
     ],

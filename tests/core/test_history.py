@@ -6,11 +6,15 @@ import json
 import math
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from conformance.gather import Cut
 from conformance.history import History, HistoryWriter, NotObserved, flatten
 from conformance.ranks.records import CollectiveRecord
+from conformance.report.lines import schema
 
 
 def write(directory: Path, rank: int, *, virtual: bool = False) -> HistoryWriter:
@@ -47,16 +51,65 @@ def test_a_phase_that_raised_is_found_with_its_rank(tmp_path: Path) -> None:
     assert (failed[0], failed[1].name, failed[1].error) == (1, "step 0", "ValueError: no")
 
 
-def test_a_killed_rank_leaves_its_numbers_but_not_its_tensors(tmp_path: Path) -> None:
-    write(tmp_path, 0)._lines.close()  # as a dead process leaves it: no tensor file
+def test_a_killed_rank_leaves_its_numbers_and_the_tensors_of_all_phases_but_the_last(
+    tmp_path: Path,
+) -> None:
+    writer = write(tmp_path, 0)
+    writer.write("gradients", {"w": torch.ones(2)}, step=0)
+    writer._lines.close()  # as a dead process leaves it: the last phase has no tensor file
     with (tmp_path / "rank0.jsonl").open("a") as lines:
         lines.write('{"kind": "observation", "what": "lo')
     history = History.read(tmp_path, 1)
     assert [phase.name for phase in history.ranks[0].phases] == ["build", "step 0"]
     assert not history.ranks[0].phases[1].ended
     assert history.get(0, "loss", step=0, micro=0) == 1.5
-    with pytest.raises(NotObserved, match="parameters"):
-        history.get(0, "parameters", step=-1)
+    assert torch.equal(history.get(0, "parameters", step=-1)["w"], torch.arange(6.0).view(2, 3).t())
+    with pytest.raises(NotObserved, match="gradients"):
+        history.get(0, "gradients", step=0)
+
+
+def test_tensors_of_several_phases_are_not_confused(tmp_path: Path) -> None:
+    with HistoryWriter(tmp_path, 0, {}) as writer:
+        for phase in range(3):
+            writer.begin_phase(f"step {phase}")
+            writer.write("a", torch.full((2,), phase), step=phase)
+            writer.write("b", {"c": torch.full((3,), phase + 10)}, step=phase)
+            writer.end_phase()
+            writer.write("after", torch.full((1,), phase + 20), step=phase)
+    history = History.read(tmp_path, 1)
+    read = [history.get(0, what, step=s) for s in range(3) for what in ("a", "b", "after")]
+    assert [len(t["c"] if isinstance(t, dict) else t) for t in read] == [2, 3, 1] * 3
+    found = [(t["c"] if isinstance(t, dict) else t)[-1].item() for t in read]
+    assert found == [0, 10, 20, 1, 11, 21, 2, 12, 22]
+
+
+def test_a_history_does_not_find_what_another_left_in_its_folder(tmp_path: Path) -> None:
+    for rank in (0, 10):
+        write(tmp_path, rank).close()
+    again = HistoryWriter(tmp_path, 0, {})
+    again.begin_phase("build")
+    again.write("parameters", {"w": torch.ones(6)}, step=-1)
+    again._lines.close()  # killed
+    assert History.read(tmp_path, 1).ranks[0].observations == ()
+    assert History.read(tmp_path, 11).get(10, "parameters", step=-1)["w"].shape == (3, 2)
+
+
+def test_one_tensor_file_for_all_phases_is_read_as_earlier_versions_wrote_it(
+    tmp_path: Path,
+) -> None:
+    seen = {"kind": "observation", "what": "parameters"}
+    lines: list[dict[str, object]] = [{"kind": "header", "schema": 1, "rank": 0, "world": 1}]
+    for phase in range(2):
+        lines.append({"kind": "phase", "ordinal": phase, "name": f"step {phase}"})
+        stored = {"w": {"tensor": "float32", "offset": 4 * phase, "shape": [2, 2]}}
+        where = {"where": {"step": phase}, "moment": [phase, phase]}
+        lines.append({**seen, **where, "tree": stored})
+    (tmp_path / "rank0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    save_file({"float32": torch.arange(8.0)}, tmp_path / "rank0.safetensors")
+    history = History.read(tmp_path, 1)
+    for phase in range(2):
+        found = history.get(0, "parameters", step=phase)["w"]
+        assert torch.equal(found, torch.arange(8.0).view(2, 2, 2)[phase])
 
 
 @pytest.mark.parametrize("number", [1 / 3, -0.0, torch.inf, 2**53 + 1, True, 1 + 2j])
@@ -118,6 +171,127 @@ def test_numbers_that_are_not_finite_are_read_in_the_words_of_earlier_versions(
     (tmp_path / "rank0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     history = History.read(tmp_path, 1)
     assert repr(history.get(0, "loss").item()) == repr(history.get(0, "scale")) == repr(number)
+
+
+WHOLE = torch.arange(1.0, 22.0).view(7, 3)
+
+
+def piece(rank: int, dim: int = 0, ranks: tuple[int, ...] = (0, 1, 2)) -> Cut:
+    """What one of several ranks holds of `WHOLE`."""
+    pieces = torch.chunk(WHOLE, len(ranks), dim)
+    return Cut(pieces[ranks.index(rank)], (7, 3), dim, ranks)
+
+
+def write_each(directory: Path, trees: list[dict[str, object] | None]) -> list[HistoryWriter]:
+    """The open histories of ranks, each with a tree as its parameters, or nothing."""
+    writers = []
+    for rank, tree in enumerate(trees):
+        writer = HistoryWriter(directory, rank, {"world": len(trees)})
+        writer.begin_phase("build")
+        if tree is not None:
+            writer.write("parameters", tree, step=0)
+        writer.write("loss", 1.5 + rank, step=0)
+        writers.append(writer)
+    return writers
+
+
+def read_each(directory: Path, trees: list[dict[str, object] | None]) -> History:
+    for writer in write_each(directory, trees):
+        writer.close()
+    return History.read(directory, len(trees))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_rank_has_observed_the_whole_of_its_piece(tmp_path: Path, dim: int) -> None:
+    trees = [{"cut": piece(rank, dim), "own": torch.tensor([rank]), "k": None} for rank in range(3)]
+    history = read_each(tmp_path, trees)
+    read = [history.get(rank, "parameters", step=0) for rank in range(3)]
+    assert [tree["own"].item() for tree in read] == [0, 1, 2]
+    for tree in read:
+        assert list(tree) == ["cut", "own", "k"]
+        assert torch.equal(tree["cut"], WHOLE)
+        assert tree["cut"] is read[0]["cut"], "it is put together once for all ranks"
+
+
+def test_replicas_are_put_together_apart(tmp_path: Path) -> None:
+    trees = [{"cut": piece(rank, ranks=ranks)} for ranks in ((0, 1), (2, 3)) for rank in ranks]
+    trees[3]["cut"] = trees[3]["cut"]._replace(piece=trees[3]["cut"].piece + 1)
+    history = read_each(tmp_path, trees)
+    read = [history.get(rank, "parameters", step=0)["cut"] for rank in range(4)]
+    other = WHOLE.clone()
+    other[4:] += 1
+    for whole, expected in zip(read, (WHOLE, WHOLE, other, other), strict=True):
+        assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("gone", ["killed", "not so far", "no such rank"])
+def test_a_piece_that_a_rank_has_not_written_leaves_the_whole_unobserved(
+    tmp_path: Path, gone: str
+) -> None:
+    ranks = (0, 1) if gone == "not so far" else (0, 1, 2)
+    trees = [{"cut": piece(0, ranks=ranks)}, None if gone == "not so far" else {"cut": piece(1)}]
+    first, second = write_each(tmp_path, trees)
+    first.close()
+    if gone == "killed":
+        third = HistoryWriter(tmp_path, 2, {})
+        third.begin_phase("build")
+        third.write("parameters", {"cut": piece(2)}, step=0)
+        third._lines.close()  # as a dead process leaves it: no tensor file
+    second.close()
+    history = History.read(tmp_path, 3 if gone == "killed" else 2)
+    for rank in range(2):
+        with pytest.raises(NotObserved, match=r"^parameters at step 0 was not observed$"):
+            history.get(rank, "parameters", step=0)
+        assert history.get(rank, "loss", step=0) == 1.5 + rank
+
+
+def test_another_ranks_piece_is_seen_in_the_whole(tmp_path: Path) -> None:
+    wrong = piece(1)._replace(piece=piece(0).piece)
+    history = read_each(tmp_path, [{"cut": piece(0)}, {"cut": wrong}, {"cut": piece(2)}])
+    expected = WHOLE.clone()
+    expected[3:6] = WHOLE[:3]
+    for rank in range(3):
+        assert torch.equal(history.get(rank, "parameters", step=0)["cut"], expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WHOLE,
+        2.5,
+        piece(1, 1),
+        piece(1)._replace(shape=(8, 3)),
+        piece(1)._replace(ranks=(1, 0, 2)),
+        piece(1)._replace(piece=piece(1).piece.double()),
+        piece(1)._replace(piece=piece(1).piece[:-1]),
+        piece(1)._replace(piece=WHOLE),
+    ],
+    ids=["whole", "number", "dim", "shape", "ranks", "dtype", "short", "long"],
+)
+def test_what_is_no_such_piece_is_no_number_in_the_whole(tmp_path: Path, other: object) -> None:
+    history = read_each(tmp_path, [{"cut": piece(0)}, {"cut": other}, {"cut": piece(2)}])
+    for rank in (0, 2):
+        whole = history.get(rank, "parameters", step=0)["cut"]
+        assert whole.shape == WHOLE.shape
+        assert whole[3:6].isnan().all()
+        assert torch.equal(whole[:3], WHOLE[:3])
+        assert torch.equal(whole[6:], WHOLE[6:])
+
+
+@pytest.mark.parametrize("other", [{}, {"cut": None}])
+def test_a_rank_that_has_nothing_leaves_zeros_in_the_whole(
+    tmp_path: Path, other: dict[str, object]
+) -> None:
+    history = read_each(tmp_path, [{"cut": piece(0)}, other, {"cut": piece(2)}])
+    whole = history.get(0, "parameters", step=0)["cut"]
+    assert torch.equal(whole[:, 0] == 0, torch.tensor([False] * 3 + [True] * 3 + [False]))
+    assert history.get(1, "parameters", step=0) == other
+
+
+def test_pieces_are_as_the_schema_says(tmp_path: Path) -> None:
+    read_each(tmp_path, [{"cut": piece(rank)} for rank in range(3)])
+    for line in (tmp_path / "rank1.jsonl").read_text().splitlines():
+        jsonschema.validate(json.loads(line), schema("history"))
 
 
 def test_a_rank_that_wrote_nothing_is_empty(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from conformance.adapter import Adapter
 from conformance.checks import CHECKS
 from conformance.globs import matches
 from conformance.models import cases
-from conformance.near import FEW, near_matches, offer
+from conformance.near import FEW, is_slip, near_matches, offer
 from conformance.plan import every_case
 
 NAMES = ["losses.value", "gradients.value", "gradients.scale", "clip.norm", "clip.gradients"]
@@ -82,3 +83,42 @@ def test_an_offer_can_be_typed_into_a_shell() -> None:
     )
     assert offer(["*train*"]) == "did you mean '*train*'?"
     assert offer([]) == ""
+
+
+VERBS = [name for name, verb in vars(Adapter).items() if callable(verb) and name[0] != "_"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_with_letters_swapped_left_out_or_doubled_is_a_slip(verb: str) -> None:
+    swapped = {verb[:at] + verb[at + 1] + verb[at] + verb[at + 2 :] for at in range(len(verb) - 1)}
+    left_out = {verb[:at] + verb[at + 1 :] for at in range(len(verb))}
+    doubled = {verb[:at] + verb[at] + verb[at:] for at in range(len(verb))}
+    words = verb.split("_")
+    written = {"".join(words), "__".join(words), words[0] + "".join(map(str.title, words[1:]))}
+    for slip in swapped | left_out | doubled | written:
+        assert is_slip(slip, verb), slip
+    assert is_slip(f"{verb}s", verb) == (len(verb) > 4)  # saves, loads and steps are words
+
+
+HELPERS = """
+accumulate all_gather all_reduce apply_policy auto_wrap_policy average_weights backend barrier base
+begin broadcast build_engine build_module build_optimizer built bucket_size buffer_names cast_inputs
+clip clip_gradients clip_norm close compute_loss context_for cpu_offload create_engine device_mesh
+drain engine engine_config eval_loss evaluate_loss finish_step flat_parameters flatten flush
+forward_backward forward_pass free full_model_state full_optim_state full_params full_state
+full_state_dict full_tensors gather gather_gradients get_gradients get_model_state grad_scaler
+gradients hooks init_engine inner is_sharded load_checkpoint load_model load_optimizer
+load_optimizer_state load_parameters load_state load_state_dict load_weights loaded loader loads
+local_buffers local_parameters local_shards local_state loss make_engine make_mesh make_module
+make_optimizer mesh micro_step model model_parameters model_state_dict module named_parameters
+no_grad no_reduce norm offload optim optimizer optimizer_state_dict parameters post_step pre_step
+read_gradients reduce reduce_gradients release reshard restore root run_step save_checkpoint
+save_model save_state saved saver saves scale_loss scaler set_options setup shard shards
+sharded_state state_dict stepped steps stop summon sync sync_gradients teardown train_step trainable
+unshard unwrap wait weight_dtype weights_of wrap wrap_module zero zero_gradients
+"""
+
+
+def test_names_that_helpers_have_are_no_slips() -> None:
+    told = {(name, verb) for name in HELPERS.split() for verb in VERBS if is_slip(name, verb)}
+    assert told == set()

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from conformance.ranks import RankContext
 from fsdp.checkpoint import CheckpointError, sharded
-from fsdp.engine.agreement import Topic, agree, together, without_names
+from fsdp.engine.agreement import Topic, agree, exchanged, together, without_names
 from tests.fsdp.ranks import error_of, on_ranks
 
 CPU = torch.device("cpu")
@@ -68,18 +67,26 @@ def test_how_many_more_have_an_error_is_told_last(way: str) -> None:
     assert second == third == ["ValueError", "too much"]
 
 
-def test_torchs_checkpoints_speak_alike() -> None:
-    failures: Any = {2: (OSError("full"), None), 1: (OSError("torn"), None)}
-    text = "it cannot be read: on rank 1: OSError: torn (and 1 more told by other ranks)"
+def test_what_torch_makes_of_a_checkpoint_is_told_as_one_kind() -> None:
+    text = "it cannot be read: OSError: [Errno 5] torn"
     with (
         pytest.raises(CheckpointError, match=re.escape(text)),
         sharded._one_kind_of_error("it cannot be read"),
     ):
-        raise CheckpointException("failed", failures)
+        raise OSError(5, "torn")
 
 
 def test_without_an_error_all_go_on() -> None:
     assert on_ranks(_fails, 2, way="together", case="value", ranks=[]) == (["", ""],) * 2
+
+
+def _numbers(context: RankContext) -> list[Any]:
+    return [*exchanged(lambda: ("own", (context.rank, 2**62 + context.rank)), None, 2)]
+
+
+def test_numbers_of_all_ranks_come_in_their_order() -> None:
+    told = [[rank, 2**62 + rank] for rank in range(3)]
+    assert on_ranks(_numbers, 3) == (["own", told],) * 3
 
 
 def _on_a_grid(context: RankContext, *, failing: list[int], lines: dict[str, str]) -> list[str]:

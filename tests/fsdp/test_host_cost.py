@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp
 from conformance.ranks import RankContext
 from fsdp import MixedPrecisionPolicy, fully_shard
+from fsdp.dtensor import DTensorExposure
 from fsdp.wrapper import FullyShardedDataParallel as FSDP
 from fsdp.wrapper_gradients import _registered
 from fsdp.wrapper_options import MixedPrecision, ShardingStrategy
@@ -200,3 +201,80 @@ def _clips(context: RankContext, *, original: bool) -> None:
 @ORIGINAL
 def test_a_clip_takes_one_kernel_for_all_gradients_and_no_walk_by_name(*, original: bool) -> None:
     on_ranks(_clips, 2, original=original)
+
+
+class Looked(DTensorExposure):
+    """Counts the parameters that are looked at."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def changed(self, params: Any) -> bool:
+        self.count += len(params)
+        return super().changed(params)
+
+    def reread(self, params: Any) -> None:
+        self.count += len(params)
+        super().reread(params)
+
+
+def _looks(context: RankContext) -> dict[str, list[float]]:
+    """How often a save and a load look at each parameter of a group of 4, and of 16, modules."""
+    found: dict[str, list[float]] = {"save": [], "load": [], "assign": []}
+    for modules in (4, 16):
+        model = fully_shard(nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules))))
+        (group,) = fully_shard.state(model).groups
+        group._exposure = group.shard._exposure = looked = Looked()
+
+        def once(kind: str, call: Any, looked: Looked = looked, params: int = 2 * modules) -> Any:
+            looked.count = 0
+            result = call()
+            found[kind].append(looked.count / params)
+            return result
+
+        state = once("save", model.state_dict)
+        once("load", partial(model.load_state_dict, state))
+        copies = {key: value.clone() for key, value in state.items()}
+        once("assign", partial(model.load_state_dict, copies, assign=True))
+    return found
+
+
+def test_a_save_or_a_load_looks_at_each_parameter_as_often_in_a_large_group() -> None:
+    for kind, (small, large) in agreed(_looks, 2).items():
+        assert small == large > 0, f"{kind}: {small} times of 8 parameters, {large} of 32"
+
+
+def _zeroes(context: RankContext) -> list[float]:
+    """How many zeros are written for each element of a gradient, while sharded and while whole."""
+    model = fully_shard(build(Stack))
+    elements = sum(param.numel() for param in model.parameters())
+    counts = []
+    for whole in (False, True):
+        model(batch(0, context.rank)).sum().backward()
+        if whole:
+            model.unshard()
+        with Zeros() as zeros:
+            model.zero_grad(set_to_none=False)
+        counts.append(zeros.elements / elements)
+        model.reshard()
+        for param in model.parameters():
+            assert not param.grad.to_local().any()
+    return counts
+
+
+class Zeros(TorchDispatchMode):
+    """Counts the elements of tensors that are set to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.zero_.default:
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_is_set_to_zero_once() -> None:
+    for counts in on_ranks(_zeroes, 2):
+        assert counts == [1, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from functools import partial
 from typing import Any
 
 import pytest
@@ -231,24 +230,6 @@ def _sequences(context: RankContext) -> None:
     compare(model, plain)
 
 
-def _transformed(context: RankContext) -> None:
-    model, plain, x = shard_blocks(build()), build(), batch(0, context.rank)
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
-    got, want = (torch.func.grad(partial(loss_of, each))(x) for each in (model, plain))
-    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
-    got, want = (torch.func.jvp(each, (x,), (batch(1, 0),)) for each in (model, plain))
-    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
-    model.reshard()  # as after any forward that no backward has followed
-    train_sharded(model, context.rank)
-    train_plain(plain, context.world_size)
-    compare(model, plain)
-
-
-def test_a_forward_may_be_transformed_once_there_was_one() -> None:
-    on_ranks(_transformed, 2)
-
-
 def _nested(context: RankContext) -> None:
     """Sequences of several lengths in one tensor, whose gradient comes to an end like any other."""
 
@@ -339,3 +320,19 @@ def test_a_layer_below_two_modules_is_sharded_once(*, grouped: bool) -> None:
     names = agreed(_shared_layer, 2, grouped=grouped)
     layers = ["first.shared", "first.own", "second.own"]
     assert sorted(names) == sorted(f"{x}.{p}" for x in layers for p in ("weight", "bias"))
+
+
+def _sparse(context: RankContext, *, held_back: bool) -> list[str]:
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
+    model.set_requires_gradient_sync(not held_back)
+    words = torch.arange(4)
+    with torch.no_grad():
+        model(words)
+    return error_of(lambda: model(words).sum().backward())
+
+
+@pytest.mark.parametrize("held_back", [False, True], ids=["reduced", "held_back"])
+def test_a_sparse_gradient_is_named_on_every_rank(*, held_back: bool) -> None:
+    errors = on_ranks(_sparse, 2, held_back=held_back)
+    named_on_every_rank(errors, NotImplementedError, "does not reduce sparse gradients")
+    named_on_every_rank(errors, NotImplementedError, "'0.weight'")

@@ -70,6 +70,9 @@ class FlatExposure:
         for param in params:
             param.install(param.unsharded)
 
+    def optimized(self, params: Sequence[FSDPParam]) -> list[torch.Tensor]:
+        return [self.flat]
+
     def check_whole(self, params: Sequence[FSDPParam]) -> None:
         """Nor a whole one."""
 

@@ -38,7 +38,7 @@ def _step_in_use(context: RankContext, where: str) -> None:
     loss_of(model, batch(0, context.rank)).backward()
     for rank in range(context.world_size):
         (loss_of(plain, batch(0, rank)) / context.world_size).backward()
-    plain_optimizer.step()  # now: units give up what is whole after any step of the process
+    plain_optimizer.step()  # now: units give up what is whole after a step of it, too
     plain_optimizer.zero_grad()
     if where == "inside":
         with _hooked(model.blocks[1], lambda *_: (optimizer.step(), None)[-1]):
@@ -81,7 +81,7 @@ def _step_in_what_is_kept(context: RankContext, face: str) -> None:
     loss_of(model, batch(0, context.rank)).backward()
     for rank in range(context.world_size):
         (loss_of(plain, batch(0, rank)) / context.world_size).backward()
-    plain_optimizer.step()  # now: units give up what is whole after any step of the process
+    plain_optimizer.step()  # now: units give up what is whole after a step of it, too
     with _hooked(model.blocks[1].norm, lambda *_: (optimizer.step(), None)[-1]):
         model(batch(1, context.rank))
     loss, wanted = (loss_of(each, batch(2, context.rank)) for each in (model, plain))

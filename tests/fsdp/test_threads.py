@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -116,12 +117,13 @@ class Again(nn.Module):
 
 def _steps_before_backward(context: RankContext) -> list[int]:
     """How often backward gathers, without a step elsewhere and after one of another model."""
-    model, other = build(Again), nn.Linear(2, 2)
+    model = build(Again)
     for module in (model.kept, *model.again):
         fully_shard(module, reshard_after_forward=module is not model.kept)
     fully_shard(model)
+    optimizer = Halving(model.parameters(), {})
     gathers = []
-    for step in (lambda: None, torch.optim.SGD(other.parameters(), 0.1).step):
+    for step in (lambda: None, optimizer.step):
         loss = loss_of(model, batch(0, context.rank))
         in_threads(step)
         before = count(context, "all_gather")
@@ -136,8 +138,60 @@ def test_a_backward_keeps_its_parameters_whatever_other_threads_step() -> None:
     assert without == after > 0
 
 
+def _others_step(context: RankContext, other: str) -> list[int]:
+    """How often forwards gather; on each rank the other model steps after another one of them."""
+    model = fully_shard(build(Stack))
+    others = fully_shard(build(Stack)) if other == "sharded" else build(Stack)
+    optimizer = Halving(others.parameters(), {})
+    gathers = []
+    with torch.no_grad():
+        others(batch(0, 0))
+        for number in range(3):
+            before = count(context, "all_gather")
+            model(batch(0, 0))
+            gathers.append(count(context, "all_gather") - before)
+            if number == context.rank:
+                in_threads(optimizer.step)
+    return gathers
+
+
+@pytest.mark.parametrize("other", ["sharded", "plain"])
+def test_a_step_of_another_model_on_another_thread_changes_no_forward(other: str) -> None:
+    """It comes at any time: ranks that heeded it would gather unequally often."""
+    assert agreed(_others_step, 2, other=other) == [2, 0, 0]  # one to agree
+
+
+def _keeps_the_teacher(context: RankContext) -> tuple[list[int], bool]:
+    """How often a model that nobody trains gathers, while another one learns from it."""
+    teacher, student = (fully_shard(build(Stack)) for _ in range(2))
+    optimizer = optimizer_of(student.parameters())
+    gathers = []
+    for step in range(3):
+        x = batch(step, context.rank)
+        before = count(context, "all_gather")
+        with torch.no_grad():
+            wanted = teacher(x)
+        gathers.append(count(context, "all_gather") - before)
+        (student(x) - wanted + 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not isinstance(teacher.out.weight, DTensor), "the root was to stay whole"
+    # As one does that keeps copies of parameters, and writes to these afterwards.
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1).step()
+    return gathers, isinstance(teacher.out.weight, DTensor)
+
+
+def test_a_step_is_heeded_by_whom_it_may_concern() -> None:
+    gathers, given_up = agreed(_keeps_the_teacher, 2)
+    assert gathers == [2, 0, 0], "the optimizer had parameters of the other model"
+    assert given_up, "the optimizer had parameters of no model"
+
+
 class Listener:
-    def after_step(self) -> None:
+    def is_stepped_on(self, held: Set[int]) -> bool:
+        return True
+
+    def after_step(self, *, surely: bool) -> None:
         """Hear of a step."""
 
 
@@ -160,5 +214,5 @@ def test_a_model_may_start_while_another_one_steps() -> None:
     other = threading.Thread(target=lambda: guard.listen(second))
     guard._listeners = Meanwhile(other)
     guard.listen(first)
-    guard._tell()
+    guard._tell(torch.optim.SGD([torch.ones(1)], 0.1))
     other.join()

@@ -162,6 +162,40 @@ def test_reduced_and_waiting_gradients_add_up_in_any_order(
     on_ranks(_after_a_reduction, 2, **given)
 
 
+def _as_soon_as_reduced(context: RankContext, *, original: bool, low: bool) -> None:
+    """In backward, after the first block: the gradients of the second, which came before it."""
+    dtype = torch.bfloat16 if low else torch.float32
+    model = wrapped(
+        use_orig_params=original,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=low),
+    )
+    second = list(model.blocks[1].parameters())
+    own = [param for param in second if param.numel()]  # a rank may have nothing of a small one
+    seen: list[list[torch.dtype | None]] = []
+
+    def look(_gradient: torch.Tensor) -> None:
+        seen.append([None if param.grad is None else param.grad.dtype for param in own])
+
+    def watch(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        seen.clear()
+        output.register_hook(look)
+
+    model.module.inp.register_forward_hook(watch)
+    for step in range(2):
+        loss_of(model, batch(step, context.rank)).backward()
+        assert seen == [[dtype] * len(own)], "not there before backward was over"
+        assert all(param.grad.dtype is dtype for param in model.parameters() if param.numel())
+        for param in model.parameters():
+            param.grad = None
+
+
+@ORIGINAL
+@pytest.mark.parametrize("low", [False, True], ids=["full", "low"])
+def test_a_gradient_is_set_as_soon_as_it_is_reduced(*, original: bool, low: bool) -> None:
+    """In the dtype of the parameter, unless that of the computation is to be kept."""
+    on_ranks(_as_soon_as_reduced, 2, original=original, low=low)
+
+
 def _told(context: RankContext, *, original: bool) -> None:
     """A user's hook on a parameter is told of the reduced gradient, once it is there."""
     model = wrapped(use_orig_params=original)

@@ -114,6 +114,7 @@ def traits(case: ModelCase) -> set[str]:
     parameters = list(module.parameters())
     named = list(module.named_parameters(remove_duplicate=False))
     grads, later = (gradients(case, [case.batch(0, step, 0)]) for step in (0, 1))
+    beside = gradients(case, [case.batch(1, 0, 0)])
     calls, outputs = calls_and_outputs(case)
     units = {name for name, inner in module.named_modules() if isinstance(inner, case.units)}
     data = [t.numel() for t in tensors([case.batch(0, 0, 0), *outputs.values()])]
@@ -123,6 +124,7 @@ def traits(case: ModelCase) -> set[str]:
         "tiny": any(p.numel() < len(RANKS) for p in parameters),
         "unused": bool(left_out(case, grads) & left_out(case, later)),
         "varying": left_out(case, grads) != left_out(case, later),
+        "routed": left_out(case, grads) != left_out(case, beside),
         "recomputed": calls_in_backward(case) > 0,
         "mixed": mixed(case, module),
         "scalar": any(p.dim() == 0 for p in parameters),

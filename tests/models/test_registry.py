@@ -23,6 +23,7 @@ CASES = (
     "adapted",
     "scalar",
     "varying",
+    "routed",
     "wide",
 )
 

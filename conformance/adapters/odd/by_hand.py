@@ -62,6 +62,7 @@ class ByHand(Adapter):
             "two_forwards",
             "unused_parameters",
             "unused_parameters.varying",
+            "unused_parameters.ranks",
             "optimizer.whole",
             "hooks.parameters",
             "scaler",

@@ -39,6 +39,7 @@ class InterleavedShards(ByHand):
             "clip.pinf",
             "unused_parameters",
             "unused_parameters.varying",
+            "unused_parameters.ranks",
             "shard.parameters",
             "shard.optimizer",
             "model_state.full",
