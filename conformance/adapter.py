@@ -113,7 +113,8 @@ class OptimizerFactory:
     Attributes:
         name: the name used in case ids.
         optimizer_class: a `torch.optim` class.
-        defaults: its keyword arguments.
+        defaults: its keyword arguments. `foreach` says how to compute, not what: where a class does
+            not take it, it may be left out.
     """
 
     name: str
@@ -137,7 +138,7 @@ class BuildConfig:
         accumulation: micro-batches per step.
         micro_batch_size: samples in one micro-batch, for engines that ask.
         unused_parameters: the model has parameters that take no part in forward.
-        ranks_differ: some of them take part on other ranks.
+        unused_on_some_ranks: some parameters take part on other ranks.
         max_norm: clipping threshold of the run, for engines that take it at build time.
         norm_type: the p of that norm.
     """
@@ -149,7 +150,7 @@ class BuildConfig:
     accumulation: int = 1
     micro_batch_size: int = 1
     unused_parameters: bool = False
-    ranks_differ: bool = False
+    unused_on_some_ranks: bool = False
     max_norm: float | None = None
     norm_type: float = 2.0
 
@@ -318,7 +319,7 @@ class Adapter:
         """FQN to parameter on every rank; a tied parameter under each of its names.
 
         A full tensor, or a DTensor, which is put together when the case is judged. Side doors may
-        hand out what the wrapper goes on changing: who keeps it copies it.
+        hand out what the wrapper goes on changing: whoever keeps it must copy it.
         """
         return {fqn: p.detach() for fqn, p in named_parameters(self.bare(w))}
 
@@ -329,7 +330,7 @@ class Adapter:
     def full_optimizer_state(self, w: Wrapped) -> dict[str, dict[str, Any]]:
         """FQN to the optimizer's state of that parameter, full or DTensors, on every rank."""
         return {
-            fqn: w.optimizer.state[p]
+            fqn: dict(w.optimizer.state[p])
             for fqn, p in named_parameters(self.bare(w))
             if p in w.optimizer.state
         }

@@ -116,7 +116,7 @@ MEANING: dict[Cause, str] = {
     Cause.OTHER_COLLECTIVE: "ranks issued different collectives",
     Cause.NOT_SHARDED: "every rank holds everything",
     Cause.NOT_FREED: "memory is not given back",
-    Cause.NOT_RESTORED: "not put back",
+    Cause.NOT_RESTORED: "a mode, random number or global state is not put back",
     Cause.NOT_REPEATED: "another value than the same training had before",
     Cause.CHANGED_BY_EVAL: "an evaluation pass changed the training state",
     Cause.NON_FINITE: "not a finite number",

@@ -297,8 +297,8 @@ def _share_out(runs: Sequence[Planned], path: Path, *, processes: int, until: fl
             sys.stderr.write(f"{what}: what it has not recorded is not done\n")
 
     groups = [list(group) for _, group in groupby(runs, key=_together)]
-    # an interrupt goes to the whole group, and would find processes that still import: they take
-    # over what is blocked in the thread that starts them, and starting the tracker unblocks it
+    # an interrupt goes to the whole group, and would find processes that still import: they inherit
+    # what the thread that starts them blocks; starting the tracker unblocks it, so that comes first
     resource_tracker.ensure_running()
     block = (signal.SIG_BLOCK, {signal.SIGINT})
     with ThreadPoolExecutor(processes, "", signal.pthread_sigmask, block) as threads:

@@ -43,7 +43,8 @@ class Cut(NamedTuple):
     def joined(self, others: Sequence[Any]) -> Tensor:
         """The whole, from what each of `ranks` has in its place, pieces or not.
 
-        Zeros where a rank has nothing, which its own value tells; NaN where it has no such piece.
+        Zeros where a rank has nothing: that rank's own observation shows the gap. NaN where it has
+        no such piece.
         """
         return torch.cat([self._fitting(i, other) for i, other in enumerate(others)], dim=self.dim)
 
@@ -83,8 +84,8 @@ def full_copies(values: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: as `held`.
     """
     own = held(values)
-    every: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every: list[dict[str, Cut]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, {key: one for key, one in own.items() if isinstance(one, Cut)})
     return {
         key: value.joined([every[rank].get(key) for rank in value.ranks])
         if isinstance(value, Cut)

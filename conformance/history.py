@@ -85,7 +85,10 @@ class HistoryWriter:
     def __init__(self, directory: Path, rank: int, header: Mapping[str, Any]) -> None:
         """Start a history of `rank` in `directory`, which is created."""
         directory.mkdir(parents=True, exist_ok=True)
-        for stale in directory.glob(f"rank{rank}.*safetensors"):
+        for stale in (
+            *directory.glob(f"rank{rank}.*safetensors"),
+            *directory.glob(f"rank{rank}.*part"),
+        ):
             stale.unlink()  # of a run that was broken off: lines of this one would find them
         self._directory, self._rank = directory, rank
         self._virtual = bool(header.get("virtual"))

@@ -52,14 +52,24 @@ def offer(near: Iterable[str]) -> str:
 
 @cache
 def is_slip(got: str, meant: str) -> bool:
-    """Whether `got` is `meant` as fingers err: letters swapped, left out or doubled, `_` lost."""
+    """Whether `got` is `meant` as fingers err: letters swapped, left out or doubled, `_` lost.
+
+    Another number or tense is another word: `weight` beside `weights`, `evaluates`, `configured`.
+    """
     typed, right = (name.lower().replace("_", "") for name in (got, meant))
     if abs(len(typed) - len(right)) > 2:
         return False
-    swapped = sorted(typed) == sorted(right)
-    left_out = any(right[:at] + right[at + 1 :] == typed for at in range(len(right)))
+    swapped = any(
+        right[:at] + right[at : at + 2][::-1] + right[at + 2 :] == typed for at in range(len(right))
+    )
     doubled = any(right[:at] + right[at - 1 :] == typed for at in range(1, len(right) + 1))
-    if swapped or left_out or doubled:
+    if swapped or doubled:
+        return True
+    singular = right == f"{typed}s"
+    inflected = "_" not in meant and typed in (f"{right}s", f"{right}d")
+    if singular or inflected:
+        return False
+    if any(right[:at] + right[at + 1 :] == typed for at in range(len(right))):  # left out
         return True
     alike = SequenceMatcher(None, typed, right)
     return alike.quick_ratio() >= SLIP and alike.ratio() >= SLIP

@@ -129,8 +129,8 @@ class OracleRun(Run):
 
     Attributes:
         suspects: whether to record what defects would have produced; one of the runs does.
-        parts: by name, what is common to cases that differ from this one in nothing that changes
-            it, and has been run; ``None`` runs every part in every case.
+        parts: by name, what was run for an earlier case and comes out alike in this one; ``None``
+            runs every part in every case.
     """
 
     suspects: bool = False

@@ -73,6 +73,11 @@ class ModelCase:
         """Whether some trainable parameter takes no part in some forward."""
         return bool(self.traits & {"unused", "varying"})
 
+    @property
+    def routes(self) -> bool:
+        """Whether some of them takes part on some ranks only."""
+        return "routed" in self.traits
+
     def __post_init__(self) -> None:
         """Refuse traits that nobody has defined."""
         unknown = sorted(self.traits - set(TRAITS))

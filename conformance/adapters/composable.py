@@ -93,8 +93,8 @@ class ComposableAdapter(CheckpointDirectory):
                 if isinstance(child, config.units):
                     shard(child, mesh=mesh, **self.of_unit(options))
             shard(model, mesh=mesh, **options)
-        remarks = (UNUSED_ANNOUNCED,) if config.ranks_differ else ()
-        if config.ranks_differ:
+        remarks = (UNUSED_ANNOUNCED,) if config.unused_on_some_ranks else ()
+        if config.unused_on_some_ranks:
             model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         if any(parameter.is_meta for parameter in model.parameters()):
             self.give_storage(model, config.device)

@@ -12,9 +12,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from functools import cache
-from inspect import Parameter, signature
+from functools import cache, partial
+from inspect import Parameter, getattr_static, signature
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 from conformance.adapter import Adapter, Conventions
@@ -25,13 +26,24 @@ from conformance.near import is_slip
 PUBLIC = tuple(name for name in vars(Adapter) if not name.startswith("_"))
 VERBS = tuple(name for name in PUBLIC if callable(getattr(Adapter, name)))
 
-WITHOUT_DEFAULT: Mapping[str, tuple[str, ...]] = {
+METHODS = (FunctionType, MethodType, staticmethod, classmethod, partial)
+"""What a verb usually is. How anything else is called cannot be said without calling it."""
+
+ASKED_BY: Mapping[str, tuple[str, ...]] = {
     "save": ("save", "load"),
+    "scaler": ("make_scaler", "scaled_step"),
     **{
         f"{state}.{kind}": (state, f"load_{state}")
         for state in ("model_state", "optim_state")
-        for kind in ("sharded", "local")
+        for kind in ("full", "sharded", "local")
     },
+}
+"""The verbs that nothing but such claims asks for."""
+
+WITHOUT_DEFAULT: Mapping[str, tuple[str, ...]] = {
+    claim: verbs
+    for claim, verbs in ASKED_BY.items()
+    if claim.endswith(("save", ".sharded", ".local"))
 }
 """The verbs that a claim is about and of which the defaults raise."""
 
@@ -95,7 +107,6 @@ def check_declarations(name: str, adapter: Adapter) -> None:
         UsageError: one is not, or a claim is no capability.
     """
     _check_spelling(name, adapter)
-    _check_signatures(name, adapter)
     claims: Any
     with blaming(name, "capabilities"):
         claims = adapter.capabilities
@@ -107,6 +118,7 @@ def check_declarations(name: str, adapter: Adapter) -> None:
         place = f"(claimed by {name})"
         raise unknown("capability", claim, CAPABILITIES, where=place, listed="capabilities")
     _check_verbs(name, adapter)
+    _check_signatures(name, adapter)
     with blaming(name, "conventions"):
         conventions: Any = adapter.conventions
     if not isinstance(conventions, Conventions):
@@ -120,17 +132,21 @@ def check_declarations(name: str, adapter: Adapter) -> None:
 def _check_spelling(name: str, adapter: Adapter) -> None:
     """See that nothing is nearly called as a verb of which the default would be taken instead.
 
-    A method is compared with methods, and a value with values. What the author's own code asks for
-    is a helper, whatever it is called.
+    A method is compared with methods, and any other value with settings. What the author's own
+    code asks for is a helper, whatever it is called.
     """
     left = [public for public in PUBLIC if not _defines(adapter, public)]
     # what comes from other bases is called as these need it
     bases = [base for base in type(adapter).__mro__ if issubclass(base, Adapter)]
-    written = {own: getattr(base, own) for base in bases for own in vars(base)} | vars(adapter)
+    written: dict[str, Any] = {}
+    for base in reversed(bases):
+        written |= vars(base)
+    written |= vars(adapter)
     for own in sorted(written.keys() - set(dir(Adapter))):
         if own.startswith("_"):
             continue
-        near = [p for p in left if (p in VERBS) == callable(written[own]) and is_slip(own, p)]
+        method = isinstance(written[own], METHODS)
+        near = [p for p in left if (p in VERBS) == method and is_slip(own, p)]
         if near and not _asked_for(own, bases):
             raise UsageError(
                 f"adapter {name!r}: nothing asks for {own!r}; did you mean {near[0]}?"
@@ -140,8 +156,7 @@ def _check_spelling(name: str, adapter: Adapter) -> None:
 
 def _defines(adapter: Adapter, public: str) -> bool:
     """Whether a verb or a setting is not the default."""
-    own = getattr(adapter, public) if public in vars(adapter) else getattr(type(adapter), public)
-    return own is not getattr(Adapter, public)
+    return getattr_static(adapter, public) is not vars(Adapter)[public]
 
 
 def _asked_for(own: str, bases: list[type[Adapter]]) -> bool:
@@ -164,13 +179,18 @@ def _asked_for(own: str, bases: list[type[Adapter]]) -> bool:
 
 def _check_signatures(name: str, adapter: Adapter) -> None:
     """See that every verb takes the arguments that it is called with, whatever it calls them."""
+    claimed = {verb for claim in adapter.capabilities for verb in ASKED_BY.get(claim, ())}
+    uncalled = {verb for verbs in ASKED_BY.values() for verb in verbs} - claimed
     for verb in VERBS:
-        if not _defines(adapter, verb):
+        if verb in uncalled or not _defines(adapter, verb):
+            continue
+        held = getattr_static(adapter, verb)
+        if not callable(held) and not hasattr(type(held), "__get__"):
+            raise _wrong(name, verb, held, "a method")
+        if not isinstance(held, METHODS):  # a property may give what is made in build
             continue
         own: Any = getattr(adapter, verb)
-        if not callable(own):
-            raise _wrong(name, verb, own, "a method")
-        if inspect.isgeneratorfunction(own):
+        if verb == "no_sync" and inspect.isgeneratorfunction(own):
             raise UsageError(
                 f"adapter {name!r}: {verb}() yields; it lacks the decorator"
                 " @contextlib.contextmanager"
@@ -178,19 +198,32 @@ def _check_signatures(name: str, adapter: Adapter) -> None:
         by_place, by_name = _called(verb)
         bound = inspect.ismethod(own)
         places = ["self", *by_place] if bound else by_place
-        try:
-            taken = signature(own.__func__ if bound else own)
-        except ValueError:  # of nothing written in Python
-            continue
-        try:
-            taken.bind(*places, **dict.fromkeys(by_name))
-        except TypeError as error:
+        misfit = _misfit(own.__func__ if bound else own, places, by_name)
+        if misfit:
+            taken, error = misfit
             plain = [p.replace(annotation=p.empty) for p in taken.parameters.values()]
             mine = taken.replace(parameters=plain, return_annotation=taken.empty)
             call = ", ".join([*places, *(f"{keyword}=..." for keyword in by_name)])
-            raise UsageError(
-                f"adapter {name!r}: {verb}{mine} is called as {verb}({call}): {error}"
-            ) from None
+            raise UsageError(f"adapter {name!r}: {verb}{mine} is called as {verb}({call}): {error}")
+
+
+def _misfit(
+    function: Any, places: list[str], by_name: list[str]
+) -> tuple[inspect.Signature, TypeError] | None:
+    """What `function` takes, and why such a call does not fit; nothing where it may fit."""
+    misfits: list[tuple[inspect.Signature, TypeError]] = []
+    for follow_wrapped in (True, False):  # a decorator may add arguments of its own
+        try:
+            taken = signature(function, follow_wrapped=follow_wrapped)
+        except (TypeError, ValueError):  # of nothing written in Python
+            return None
+        try:
+            taken.bind(*places, **dict.fromkeys(by_name))
+        except TypeError as error:
+            misfits.append((taken, error))
+        else:
+            return None
+    return misfits[0]
 
 
 @cache

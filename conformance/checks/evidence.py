@@ -143,7 +143,7 @@ class Ledger:
     ) -> None:
         """Record the comparison of two tensors (or numbers) of one shape against a bound.
 
-        What `note` returns ends the sentence of a mismatch. A bound that is called for is measured
+        What `note` returns ends the sentence of a mismatch. A bound that is a function is called
         only where it makes a difference: most values come out alike to the last bit.
         """
         self.comparisons += 1
@@ -243,6 +243,14 @@ def observed(evidence: Evidence, what: str) -> Iterator[tuple[int, Observation, 
 
 Suspects: TypeAlias = Callable[[int, Observation, str], list[Suspect]]
 """(rank, the oracle's observation, key) to what known defects would have produced."""
+
+
+def change(before: Tensor, after: Tensor) -> Tensor:
+    """By what a value has changed; `after` itself if the two are of different shapes.
+
+    That is no change, and a comparison with one says which shape is wrong.
+    """
+    return after - before if before.shape == after.shape else after
 
 
 def compare_trees(  # noqa: PLR0913 - the options of one loop, all by name

@@ -10,6 +10,7 @@ from conformance.checks.evidence import (
     Evidence,
     Ledger,
     Suspects,
+    change,
     compare_trees,
     observed,
     place,
@@ -163,11 +164,16 @@ def scaler_step(evidence: Evidence, ledger: Ledger) -> None:
             continue
         before = evidence.history.get(rank, "parameters", step=-1)
         start = evidence.oracle.reference.get(rank, "parameters", step=-1)
-        for key in sorted(seen.value.keys() & after.keys() & before.keys()):
-            got, expected = after[key] - before[key], seen.value[key] - start[key]
-            bound = evidence.oracle.bound(rank, "parameters", step, key)
+        for key in sorted(seen.value):
             name = f"change of {key} in step 0, rank {rank},"
             where = {"rank": rank, "fqn": key, **seen.where}
+            if key not in before or key not in after:
+                cause, sentence = Cause.MISSING_KEY, f"{key} of step 0, rank {rank}, is missing"
+                ledger.hold(False, moment=seen.moment, cause=cause, sentence=sentence, **where)
+                continue
+            got = change(before[key], after[key])
+            expected = seen.value[key] - start[key]
+            bound = evidence.oracle.bound(rank, "parameters", step, key)
             if _not_unscaled(evidence, rank, key, got, expected, bound):
                 cause = Cause.NOT_UNSCALED
                 ledger.hold(

@@ -42,15 +42,15 @@ def save_unchanged(evidence: Evidence, ledger: Ledger) -> None:
 
 @check("save.surroundings", profile="checkpoint", scenarios=frozenset({"checkpoint"}))
 def save_surroundings(evidence: Evidence, ledger: Ledger) -> None:
-    """A save, and a load, leaves modes, flags, random numbers and global state as they were."""
+    """A save, and a load, leave modes, flags, random numbers and global state as they were."""
     for rank, seen, changed in observed(evidence, "surroundings_changed"):
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         ledger.hold(
             not changed,
             moment=seen.moment,
             cause=Cause.NOT_RESTORED,
-            sentence=f"after the {seen.where['act']}, rank {rank}: not as before are"
-            f" {', '.join(changed[:SHOWN])}{more}: {MEANING[Cause.NOT_RESTORED]}",
+            sentence=f"after the {seen.where['act']}, rank {rank} has other values of"
+            f" {', '.join(changed[:SHOWN])}{more}",
             rank=rank,
             got=", ".join(changed),
             **seen.where,

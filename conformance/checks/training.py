@@ -15,6 +15,7 @@ from conformance.checks.evidence import (
     Ledger,
     Mismatch,
     Suspects,
+    change,
     compare_trees,
     observed,
     place,
@@ -193,9 +194,8 @@ def parameters_first_step(evidence: Evidence, ledger: Ledger) -> None:
             if key not in before or key not in after:
                 continue  # a missing parameter is reported at the end
             expected = expected_after - start[key]
-            got = after[key] - before[key]
             ledger.number(
-                got,
+                change(before[key], after[key]),
                 expected,
                 evidence.oracle.bound(rank, "parameters", {"step": 0}, key),
                 name=f"change of {key} in step 0, rank {rank},",

@@ -207,7 +207,8 @@ class Hunt:
         summary = (
             f"{number(search.tried, 'example')}{refused}, {number(found, 'deviation')},"
             f" {number(self._judged.checks, 'check')} passed in {seconds:.1f} s,"
-            f" {search.tried / seconds:.2g} examples a second ({self._where}, seed {search.seed})"
+            f" {_rate(search.tried / seconds)} examples a second"
+            f" ({self._where}, seed {search.seed})"
         )
         return text + "".join(f"{line}\n" for line in indented(summary, 0))
 
@@ -220,6 +221,11 @@ class Hunt:
             f" {number(found, 'deviation')} in {seconds:.0f} s{smaller}"
         )
         return self._judged(example)
+
+
+def _rate(rate: float) -> str:
+    """Two digits where it is slow, and never an exponent of ten where it is fast."""
+    return f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
 
 
 def deviation_text(deviation: Deviation) -> str:

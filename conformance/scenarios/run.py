@@ -156,7 +156,8 @@ class Run:
     def shared(self, name: str, part: Callable[[Run], Wrapped]) -> Wrapped:
         """What `part` leaves, of which a model's cases have all that is called `name` in common.
 
-        Wrappers run it in every case.
+        Wrappers run it in every case, the oracle once for all: it may depend on nothing in which
+        these cases differ.
         """
         return part(self)
 
@@ -193,7 +194,7 @@ class Run:
             options=self.options,
             accumulation=self.case.accumulation,
             unused_parameters=self.model.leaves_out or self.case.scenario == UNFROZEN,
-            ranks_differ="routed" in self.model.traits and self.world > 1,
+            unused_on_some_ranks=self.model.routes and self.world > 1,
             max_norm=clip.max_norm if clip else None,
             norm_type=clip.norm_type if clip else 2.0,
         )

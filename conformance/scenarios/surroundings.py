@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from conformance.adapter import Wrapped, clean_fqn
+from conformance.adapter import Wrapped
 from conformance.ranks.fingerprint import changes, fingerprint
 from conformance.scenarios.run import Run
 
@@ -37,27 +37,25 @@ def left_alone(run: Run, w: Wrapped, act: str) -> Iterator[None]:
 
 def surroundings(run: Run, w: Wrapped) -> dict[str, Any]:
     """Name to value of what surrounds the wrapped model, as `changes` compares it."""
-    state = fingerprint(run.device) | _random_numbers()
-    for path, module in w.module.named_modules():
-        name = clean_fqn(f"{path}.").rstrip(".") or "the model"
-        state[f"training mode of {name}"] = module.training
-    for path, parameter in w.module.named_parameters():
-        name = clean_fqn(path)
+    state = fingerprint(run.device) | _random_numbers(run.device)
+    for name, module in w.module.named_modules():  # wrappers and what is in them, each by its path
+        state[f"training mode of {name or 'the model'}"] = module.training
+    for name, parameter in w.module.named_parameters():
         state[f"requires_grad of {name}"] = parameter.requires_grad
         state[f"gradient of {name}"] = parameter.grad is not None
     return state
 
 
-def _random_numbers() -> dict[str, Any]:
+def _random_numbers(device: torch.device) -> dict[str, Any]:
     """States of the generators that a rank draws from."""
     state: dict[str, Any] = {
         "random numbers of torch": torch.get_rng_state().numpy().tobytes(),
         "random numbers of Python": random.getstate(),
     }
-    if torch.accelerator.is_available():
-        accelerator = torch.get_device_module(torch.accelerator.current_accelerator())
-        state["random numbers of the accelerator"] = accelerator.get_rng_state().numpy().tobytes()
+    if device.type != "cpu":
+        drawn = torch.get_device_module(device).get_rng_state(device)
+        state["random numbers of the accelerator"] = drawn.numpy().tobytes()
     if "numpy" in sys.modules:
         drawn = sys.modules["numpy"].random.get_state(legacy=False)["state"]
-        state["random numbers of numpy"] = (drawn["pos"], drawn["key"].tobytes())
+        state["random numbers of numpy"] = {name: str(value) for name, value in drawn.items()}
     return state

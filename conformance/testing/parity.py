@@ -123,6 +123,7 @@ class _Training:
             options=self.options,
             accumulation=self.how.accumulation,
             unused_parameters=self.model.leaves_out,
+            unused_on_some_ranks=self.model.routes and dist.get_world_size() > 1,
             max_norm=self.how.max_norm,
         )
         module = self.model.build().to(device=device)

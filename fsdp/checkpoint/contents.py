@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -90,6 +91,38 @@ def written_by(side: Side, rank: int) -> set[str]:
         bytes_of[row] += math.prod(told.shape) * each / len(row)
         if rank in row:
             found.add(told.names[0])
+    return found
+
+
+def within(side: Side, ranks: Sequence[int]) -> Side:
+    """Return ``side`` with those replicas of its tensors of which all ranks are among ``ranks``.
+
+    Raises:
+        ValueError: none of a tensor is, so nobody could save all of it; names the first.
+    """
+    members = frozenset(ranks)
+    inside = {
+        rows: tuple(row for row in rows if members.issuperset(row))
+        for rows in {told.rows for told in side.tensors}
+    }
+    for told in side.tensors:
+        if not inside[told.rows]:
+            raise ValueError(
+                f"{told} cannot be saved by ranks {[*ranks]}, which do not hold all of it; pass a "
+                "process_group with all ranks of a replica, or none"
+            )
+    tensors = (replace(told, rows=inside[told.rows]) for told in side.tensors)
+    return replace(side, tensors=tuple(tensors))
+
+
+def keys_of(side: Side) -> list[str]:
+    """Return under which keys a checkpoint has the elements of tensors and of optimizer states."""
+    found: list[str] = []
+    for told in side.tensors:
+        if 0 not in told.shape:
+            saved = side.states.get(told.names[0])
+            found += (f"{MODEL}{name}" for name in told.names)
+            found += (f"{STATE}{told.names[0]}.{key}" for key in (saved.elements if saved else ()))
     return found
 
 

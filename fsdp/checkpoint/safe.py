@@ -43,24 +43,25 @@ def write(where: Path, local: Local, side: Side, group: Group) -> list[str]:
     target = {n: replace(whole(d.shape, one), order=d.order) for n, d in dealt.items()}
     plan = Plan(dealt, target)
     with ExitStack() as stack:
-        ends = together(lambda: _Writing(plan, local, side, where, stack), group)
+        ends = together(lambda: _Writing(plan, local, side, where, stack, first), group)
         Transport(plan, group, message_device(group), limit=LIMIT).run(ends)
         # Closing writes too, and the other ranks read the files.
         together(lambda: ends.finish(stack), group)
-    files = [MODEL_FILE] if side.groups is None else [MODEL_FILE, OPTIMIZER_FILE]
-    return files if dealt else []
+    return [MODEL_FILE] if side.groups is None else [MODEL_FILE, OPTIMIZER_FILE]
 
 
 class _Writing(Giving):
     """The end that takes: the files, on the first rank."""
 
-    def __init__(self, plan: Plan, local: Local, side: Side, where: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, plan: Plan, local: Local, side: Side, where: Path, stack: ExitStack, writer: int
+    ) -> None:
         super().__init__(plan.names, side, local)
         self._plan = plan
         self._told = {told.names[0]: told for told in side.tensors}
         self._problem: Exception | None = None
         self._files: dict[str, SafeFile] = {}
-        if plan.target and own_rank() == int(plan.target[0].ranks.table[0, 0]):
+        if own_rank() == writer:
             self._make(where, stack)
 
     def _make(self, where: Path, stack: ExitStack) -> None:

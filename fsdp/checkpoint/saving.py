@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import directory, safe, sharded
-from fsdp.checkpoint.contents import state_of
+from fsdp.checkpoint.contents import keys_of, state_of, within
 from fsdp.checkpoint.digests import Digests, digest_files, write_digests
 from fsdp.engine.agreement import exchanged, together
 from fsdp.reshard.agreed import Claim, agreed_side
@@ -56,9 +57,9 @@ def save(
     Raises:
         FileExistsError: something is at ``path`` that is no checkpoint.
         OSError: it cannot be written.
-        CheckpointError: a rank could not write its part.
+        CheckpointError: a rank could not write its part, or has written it elsewhere.
         ValueError: an unknown format, or ranks have other models, optimizer options, or values
-            (step counts) in the states of optimizers.
+            (step counts) in the states of optimizers; or ``process_group`` has no whole replica.
         TypeError: what an optimizer or module keeps cannot be pickled.
         RuntimeError: the model is in forward or backward, or inside ``summon_full_params``.
         NotImplementedError: tensors or states that are no cut of one dim.
@@ -69,8 +70,8 @@ def save(
     if format == "safetensors":
         _save_whole(target, fresh, local, side, process_group)
         return
-    leads = _leads(process_group)
-    _save_parts(target, fresh, lambda: state_of(local, side, leads=leads), process_group)
+    leads, keys = _leads(process_group), keys_of(side)
+    _save_parts(target, fresh, lambda: state_of(local, side, leads=leads), keys, process_group)
 
 
 def async_save(
@@ -91,7 +92,7 @@ def async_save(
             training and of the save must not meet in one group.
 
     *Collective* twice: the copy at once, over ``process_group``, and then the save. *Memory*: on
-    the host, what this rank holds. *Blocks* the host until it is copied.
+    the host, what this rank writes. *Blocks* the host until it is copied.
 
     Returns:
         A future that has no value; its ``result()`` raises what is wrong with the files. Whatever
@@ -104,10 +105,10 @@ def async_save(
         )
     target = Path(path).resolve()
     local, side, fresh = _begun(target, model, optimizers, process_group)
-    leads = _leads(process_group)
+    leads, keys = _leads(process_group), keys_of(side)
     state = together(lambda: state_of(local, side, leads=leads, copy=True), process_group)
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
-    future = pool.submit(_save_parts, target, fresh, lambda: state, process_group)
+    future = pool.submit(_save_parts, target, fresh, lambda: state, keys, process_group)
     pool.shutdown(wait=False)
     return future
 
@@ -133,18 +134,28 @@ def _begun(
         return (local, claim), (*claim.numbers, number)
 
     (local, claim), told = exchanged(look, group, Claim.NUMBERS + 1)
-    side = agreed_side(claim, [own for *own, _ in told], ranks, group)
+    # Of what all agree on, so that all refuse it.
+    side = within(agreed_side(claim, [own for *own, _ in told], ranks, group), ranks)
     return local, side, directory.fresh(target, told[0][-1])
 
 
 def _save_parts(
-    target: Path, fresh: Path, state: Callable[[], dict[str, Any]], group: Group
+    target: Path,
+    fresh: Path,
+    state: Callable[[], dict[str, Any]],
+    keys: Iterable[str],
+    group: Group,
 ) -> None:
     ranks = ranks_of(group)
     with _given_up(fresh, group):
         number = ranks.index(own_rank())
-        parts = told_to(ranks[0], lambda: sharded.write(fresh, state(), number), group)
-        _seal(target, fresh, lambda: sharded.finish(fresh, parts), group)
+        told = told_to(ranks[0], lambda: sharded.write(fresh, state(), number), group)
+
+        def finish() -> Digests:
+            parts = dict(zip(ranks, map(pickle.loads, told), strict=True))
+            return sharded.finish(fresh, parts, keys)
+
+        _seal(target, fresh, finish, group)
 
 
 def _save_whole(target: Path, fresh: Path, local: Local, side: Side, group: Group) -> None:
@@ -152,7 +163,7 @@ def _save_whole(target: Path, fresh: Path, local: Local, side: Side, group: Grou
     with _given_up(fresh, group):
         names = safe.write(fresh, local, side, group)
         found = told_to(first, lambda: digest_files(fresh, share(names, group)), group)
-        _seal(target, fresh, lambda: dict(ChainMap(*found)), group)
+        _seal(target, fresh, lambda: dict(ChainMap(*map(pickle.loads, found))), group)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ PyTorch's own readers and writers do the work: ranges of files, one box at a tim
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +55,13 @@ def write(directory: Path, state: dict[str, Any], number: int) -> Part:
         return Part(plan, results, digest_files(directory, sorted(files)))
 
 
-def finish(directory: Path, parts: Sequence[Part]) -> Digests:
+def finish(directory: Path, parts: Mapping[int, Part], wanted: Iterable[str]) -> Digests:
     """Write what the checkpoint consists of, once every rank has written its part.
+
+    Args:
+        directory: where they are.
+        parts: by rank.
+        wanted: keys that the checkpoint must have.
 
     Returns:
         The digests of all files.
@@ -64,12 +69,32 @@ def finish(directory: Path, parts: Sequence[Part]) -> Digests:
     Raises:
         CheckpointError: it cannot be written, or the parts are not all there is.
     """
+    for rank, part in parts.items():
+        _check_there(directory, rank, part.digests)
     with _one_kind_of_error(f"{directory} cannot be written"):
-        _, metadata = SavePlanner().create_global_plan([part.plan for part in parts])
+        plans = [part.plan for part in parts.values()]
+        _, metadata = SavePlanner().create_global_plan(plans)
+    lacking = next((key for key in wanted if key not in metadata.state_dict_metadata), None)
+    if lacking is not None:
+        raise CheckpointError(f"no rank has written '{lacking}' into {directory}")
+    with _one_kind_of_error(f"{directory} cannot be written"):
         writer = FileSystemWriter(directory, sync_files=False)
-        writer.finish(metadata, [part.results for part in parts])
+        writer.finish(metadata, [part.results for part in parts.values()])
         own = digest_files(directory, [METADATA])
-    return dict(ChainMap(own, *(part.digests for part in parts)))
+    return dict(ChainMap(own, *(part.digests for part in parts.values())))
+
+
+def _check_there(directory: Path, rank: int, digests: Digests) -> None:
+    """Refuse files of a rank that are not, as it has written them, in the directory seen here."""
+    for name, (wanted, _) in digests.items():
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != wanted:
+            what = "is missing" if found is None else f"has {found} bytes instead of {wanted}"
+            raise CheckpointError(
+                f"'{name}', which rank {rank} has written, {what} in {directory} as the first rank "
+                "sees it; do all ranks give the same path, on a file system that all of them see?"
+            )
 
 
 def metadata_of(directory: Path) -> Metadata:

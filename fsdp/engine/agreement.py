@@ -129,8 +129,7 @@ def exchanged(
 ) -> tuple[_T, list[list[int]]]:
     """Return the result of ``call``, and the ``count`` numbers that it returns on each rank.
 
-    What ranks have in common, how long their messages are: known to all in the exchange by which
-    ``together`` learns that all of them are through.
+    Saves an exchange: the numbers travel with the word that all ranks are through.
 
     *Collective*, raises as ``together``.
 

@@ -57,16 +57,31 @@ def install_state_dict_hooks(group: FSDPParamGroup) -> None:
         for module, _ in param.info.owners():
             owned.setdefault(module, []).append(param)
     owned.update(dict.fromkeys(group.modules, group.fsdp_params))  # who has one asks for all
+    inside = {each for outer in group.modules for each in outer.modules() if each is not outer}
     load = _Load(group)
     for module, params in owned.items():
-        module.register_state_dict_pre_hook(functools.partial(_before_save, group, params))
-        module.register_load_state_dict_pre_hook(load.enter)
-        module.register_load_state_dict_post_hook(load.leave)
+        _install(module, params, load, inner=module in inside)
 
 
-def _before_save(group: FSDPParamGroup, params: list[FSDPParam], *_args: Any) -> None:
-    group.to_sharded()
-    group.follow(params)
+def _install(module: nn.Module, params: list[FSDPParam], load: _Load, *, inner: bool) -> None:
+    """Install functions, which a copy of ``module`` shares: all else is copied with what it holds.
+
+    A group refuses to be.
+    """
+
+    def save(*_args: Any) -> None:
+        load.group.to_sharded()
+        load.group.follow(params)
+
+    def enter(entered: nn.Module, *args: Any) -> None:
+        load.enter(entered, args[4], inner=inner)
+
+    def leave(left: nn.Module, incompatible: Any) -> None:
+        load.leave(left, incompatible.missing_keys)
+
+    module.register_state_dict_pre_hook(save)
+    module.register_load_state_dict_pre_hook(enter)
+    module.register_load_state_dict_post_hook(leave)
 
 
 class _Load:
@@ -76,31 +91,27 @@ class _Load:
     """
 
     def __init__(self, group: FSDPParamGroup) -> None:
-        self._group = group
+        self.group = group
         # The walk under way, known by the list in which it collects missing keys, and the module by
         # which it has entered the group. One that an error has ended is followed by another list.
         self._walk: tuple[list[str], nn.Module] | None = None
 
-    def enter(
-        self,
-        module: nn.Module,
-        _state_dict: Any,
-        _prefix: str,
-        _metadata: Any,
-        _strict: bool,  # noqa: FBT001
-        missing: list[str],
-        *_args: Any,
-    ) -> None:
-        """Show what is sharded; the first module of a walk lets the group see what is there."""
-        self._group.to_sharded()
+    def enter(self, module: nn.Module, missing: list[str], *, inner: bool) -> None:
+        """Show what is sharded; the first module of a walk lets the group see what is there.
+
+        An ``inner`` one does not, inside a module of the group: loaders that give each module a
+        list of its own, or load one by itself in the midst of a walk, may be half through.
+        """
+        self.group.to_sharded()
         if self._walk is None or self._walk[0] is not missing:
             self._walk = (missing, module)
-            self._group.follow()
+            if not inner:
+                self.group.follow()
 
-    def leave(self, module: nn.Module, incompatible: Any) -> None:
+    def leave(self, module: nn.Module, missing: list[str]) -> None:
         """Adopt what was loaded, once the walk is through with the module that it entered by."""
-        if self._walk is not None and self._walk[0] is incompatible.missing_keys:
+        if self._walk is not None and self._walk[0] is missing:
             if self._walk[1] is not module:
                 return
             self._walk = None
-        self._group.relink()
+        self.group.relink()

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.engine.torch_private import untraced
+from fsdp.engine.torch_private import graph_task, untraced
 
 Look = Callable[[Optimizer, Mapping[torch.Tensor, str]], None]
 
@@ -41,6 +41,8 @@ class Listener(Protocol):
 
     def after_step(self, *, surely: bool) -> None:
         """An optimizer has stepped that has parameters of the listener, or of no listener.
+
+        Outside of backward: steps inside of one are not told.
 
         ``surely``: the former. The latter may write to any, such as one that keeps copies of them.
         """
@@ -86,6 +88,10 @@ class _Guard:
 
     @untraced
     def _tell(self, optimizer: Optimizer, *_args: Any) -> None:
+        # Optimizers that step inside a backward step on what it is through with; the rest is still
+        # needed as forward had it. One for each parameter: nobody is to be asked about each.
+        if graph_task() != -1:
+            return
         with self._lock:  # another thread may start with a model of its own
             listeners = list(self._listeners)
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -32,6 +32,13 @@ from fsdp.engine.watch import Again, watch_inputs
 from fsdp.engine.whole import WholeParams
 
 _WHOLE_TRAINS = attrgetter("unsharded.requires_grad")
+_DOING = {
+    TrainingState.IDLE: "outside of forward and backward",
+    TrainingState.FORWARD: "in forward",
+    TrainingState.PRE_BACKWARD: "gathering for backward",
+    TrainingState.POST_BACKWARD: "in backward",
+    TrainingState.SUMMON_FULL_PARAMS: "summoning whole parameters",
+}
 _SIDED = frozenset({TrainingState.FORWARD, TrainingState.PRE_BACKWARD})
 
 
@@ -225,9 +232,7 @@ class FSDPParamGroup:
         try:
             self._whole.finish(gathering, comm, forward=forward)
         except RuntimeError as error:
-            say_where(
-                error, "all-gather", self.fsdp_params[0].name, self._training_state.name.lower()
-            )
+            say_where(error, "all-gather", self.fsdp_params[0].name, _DOING[self._training_state])
             raise
         self._gathering = None
         self._kept = None
@@ -248,7 +253,7 @@ class FSDPParamGroup:
             whole = param.unsharded
             assert whole is not None
             if whole.requires_grad != wanted:
-                whole.requires_grad = wanted
+                whole.requires_grad = wanted  # functions of torch.func refuse the method
 
     def drop_pending(self) -> None:
         """Wait for a gather that nobody asked to see, and forget it."""

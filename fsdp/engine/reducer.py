@@ -190,7 +190,7 @@ class Reducer:
         try:
             reduction.complete(self._partial)
         except RuntimeError as error:
-            say_where(error, "reduction", self._params[0].name, "backward")
+            say_where(error, "reduction", self._params[0].name, "in backward")
             raise
         self._partial = reduction.partial
         if self._offloads and reduction.end is not None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from fsdp.engine.torch_private import graph_task
-
 if TYPE_CHECKING:
     from fsdp.engine.unit import FSDPState
 
@@ -118,15 +116,12 @@ class FSDPStateContext:
     def after_step(self, *, surely: bool) -> None:
         """Let no unit keep what an optimizer has made old.
 
-        Inside a backward nothing is given up: optimizers that step there step on what that backward
-        is through with, and the rest is still needed as forward had it. After a step on another
-        thread than that of forward, which may be in the midst of anything, the next forward does.
+        After a step on another thread than that of forward, which may be in the midst of anything,
+        the next forward does.
 
         ``surely``: the optimizer has parameters of this tree. Another one, on another thread, steps
         at any time: ranks that heeded it would gather unequally often.
         """
-        if graph_task() != -1:
-            return
         if self.thread in (None, threading.get_ident()):
             self.give_up()
         elif surely:

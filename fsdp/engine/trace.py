@@ -26,13 +26,17 @@ def trace(event: str, fqn: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"FSDP::{event} ({fqn})")
 
 
-def say_where(error: BaseException, collective: str, first: str, state: str) -> None:
+def say_where(error: BaseException, collective: str, first: str, doing: str) -> None:
     """Note below ``error`` at which collective this rank was, and of the unit of which parameter.
 
-    What ends there is often the wait for ranks that run other units, which they cannot know.
+    What ends there is often the wait for ranks that run other units, which they cannot know. Memory
+    that has run out is no wait; and processes that end may have no group any more.
     """
+    if isinstance(error, torch.OutOfMemoryError):
+        return
+    who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
     error.add_note(
-        f"FSDP: rank {dist.get_rank()} was in {state}, at the {collective} of the unit that begins "
+        f"FSDP: {who} was {doing}, at the {collective} of the unit that begins "
         f"with '{first}'. If ranks have waited for each other, compare where they were: all must "
         "run the same units in the same order."
     )

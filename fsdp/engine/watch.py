@@ -1,6 +1,7 @@
 """Announces that the gradients of some tensors are complete. Knows autograd and nothing else.
 
-And that they are about to be differentiated themselves: what was used for them is needed again.
+Announces too that they are about to be differentiated themselves: what was used for them is
+needed again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ class _Watch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.callback()
         for gradient in gradients:
-            if gradient is not None and gradient.requires_grad:
-                hook_gradient(gradient, ctx.again)
+            _expect_again(gradient, ctx.again)
         return (None, None, *gradients)
 
 
@@ -56,5 +56,10 @@ def watch_inputs(
 @untraced
 def _tell(callback: Callable[[], None], again: Again, gradient: torch.Tensor) -> None:
     callback()
-    if gradient.requires_grad:
+    _expect_again(gradient, again)
+
+
+def _expect_again(gradient: torch.Tensor | None, again: Again) -> None:
+    # A leaf is what the user has begun backward with: a hook would stay on it, for nothing.
+    if gradient is not None and gradient.grad_fn is not None:
         hook_gradient(gradient, again)

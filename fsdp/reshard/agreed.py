@@ -136,7 +136,7 @@ def of_first(side: Side, first: int, group: Group) -> Side:
 
 
 def _sendable(told: Side) -> Side:
-    """Return what other ranks can read: they would unpickle tensors onto this rank's device."""
+    """Return ``told`` as it can be sent: tensors would be unpickled onto this rank's device."""
     side = replace(told, objects=_on_host(dict(told.objects)))
     try:
         pickle.dumps((side.groups, side.states, side.objects))

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
-from fsdp import checkpoint
-from fsdp.checkpoint import CheckpointError
+from fsdp import checkpoint, fully_shard
+from fsdp.checkpoint import CheckpointError, sharded
+from fsdp.checkpoint.contents import state_of
 from tests.fsdp.ranks import error_of, named_on_every_rank, on_ranks
-from tests.reshard.faces import Marks, Odd, everything, fresh, made, marked, plain, same
+from tests.reshard.faces import Counter, Marks, Odd, everything, fresh, made, marked, plain, same
 
 FACES = pytest.mark.parametrize("face", ["flat", "fully"])
+FORMS = pytest.mark.parametrize("form", ["sharded", "safetensors"])
 
 
 def _saves(context: RankContext, *, path: str, face: str, seed: int = 7, form: str) -> None:
@@ -354,6 +359,138 @@ def test_ranks_with_other_models_are_refused(tmp_path: Path) -> None:
     errors = on_ranks(_unequal, 2, path=str(tmp_path / "saved"))
     named_on_every_rank(errors, ValueError, "rank 0 has 'scale'")
     assert not list(tmp_path.iterdir())
+
+
+# Who writes, and where
+
+
+def _from_one_replica(context: RankContext, *, path: str, form: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    group = dist.new_group([0])
+    model, again = plain(), plain(seed=8)
+    fully_shard(model, mesh=mesh)
+    if context.rank == 0:
+        checkpoint.save(path, model, marked(model), process_group=group, format=form)
+        checkpoint.load(path, again, other := fresh(again), process_group=group)
+        wanted = plain()
+        same(everything(again, other), everything(wanted, marked(wanted)))
+
+
+@FORMS
+def test_one_replica_saves_all_of_a_model(form: str, tmp_path: Path) -> None:
+    on_ranks(_from_one_replica, 2, path=str(tmp_path / "saved"), form=form)
+
+
+def _from_half_a_model(context: RankContext, *, path: str, form: str) -> list[str]:
+    model = made("fully", [0, 1], seed=8)
+    assert model is not None
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    group = groups[context.rank]
+    return error_of(lambda: checkpoint.save(path, model, process_group=group, format=form))
+
+
+@FORMS
+def test_ranks_without_a_whole_replica_save_nothing(form: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    on_ranks(_saves, 2, path=path, face="fully", form="sharded")
+    errors = on_ranks(_from_half_a_model, 2, path=path, form=form)
+    named_on_every_rank(errors, ValueError, "'gain' of shape (1,), torch.float32, 2 shards on")
+    named_on_every_rank(errors, ValueError, "which do not hold all of it")
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    on_ranks(_loads, 2, path=path, face="fully", seed=7)
+
+
+def _omits(context: RankContext, *, path: str, key: str) -> list[str]:
+    model = made("ddp", [0, 1], seed=8)
+    assert model is not None
+    optimizer = marked(model)
+
+    def less(*args: Any, **kwargs: Any) -> Any:
+        state = state_of(*args, **kwargs)
+        if key == "model.gain":
+            state["model"].pop("gain", None)
+        else:
+            state["optim"]["state"].get("gain", {}).pop("twice", None)
+        return state
+
+    with mock.patch("fsdp.checkpoint.saving.state_of", less):
+        return error_of(lambda: checkpoint.save(path, model, optimizer))
+
+
+@pytest.mark.parametrize("key", ["model.gain", "optim.state.gain.twice"])
+def test_what_no_rank_has_written_is_missed_in_the_save(key: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    on_ranks(_saves, 2, path=path, face="flat", form="sharded")
+    errors = on_ranks(_omits, 2, path=path, key=key)
+    named_on_every_rank(errors, CheckpointError, f"no rank has written '{key}'")
+    assert [each.name for each in tmp_path.iterdir()] == ["saved"]
+    on_ranks(_loads, 2, path=path, face="flat", seed=7)
+
+
+def _elsewhere(context: RankContext, *, path: str) -> list[str]:
+    model = made("flat", [0, 1], seed=8)
+    assert model is not None
+    own = Path(path) / "local" if context.rank else Path(path)
+    own.mkdir(exist_ok=True)
+    return error_of(lambda: checkpoint.save(own / "saved", model))
+
+
+def test_ranks_that_write_elsewhere_leave_the_previous_checkpoint(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    on_ranks(_saves, 2, path=path, face="flat", form="sharded")
+    errors = on_ranks(_elsewhere, 2, path=str(tmp_path))
+    said = "'__1_0.distcp', which rank 1 has written, is missing in "
+    named_on_every_rank(errors, CheckpointError, f"{said}{tmp_path}/.saved.saving-")
+    named_on_every_rank(errors, CheckpointError, "do all ranks give the same path")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["local", "saved"]
+    on_ranks(_loads, 2, path=path, face="flat", seed=7)
+
+
+def _cut_by_one_rank(context: RankContext, *, path: str) -> list[str]:
+    model = made("flat", [0, 1], seed=8)
+    assert model is not None
+
+    def write(directory: Path, state: Any, number: int) -> sharded.Part:
+        part = written(directory, state, number)
+        if number:
+            cut(directory / "__1_0.distcp")
+        return part
+
+    written = sharded.write
+    with mock.patch("fsdp.checkpoint.sharded.write", write):
+        return error_of(lambda: checkpoint.save(path, model))
+
+
+def test_a_file_that_is_short_where_the_first_rank_looks_is_no_checkpoint(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    on_ranks(_saves, 2, path=path, face="flat", form="sharded")
+    errors = on_ranks(_cut_by_one_rank, 2, path=path)
+    named_on_every_rank(errors, CheckpointError, "which rank 1 has written, has ")
+    on_ranks(_loads, 2, path=path, face="flat", seed=7)
+
+
+def _cannot_read(context: RankContext, *, path: str, form: str) -> list[str]:
+    model = made("flat", [0, 1])
+    assert model is not None
+    broken = mock.patch("pickle.loads", side_effect=ValueError("another version"))
+    with broken if context.rank == 0 else nullcontext():
+        return error_of(lambda: checkpoint.save(path, model, format=form))
+
+
+@FORMS
+def test_what_the_first_rank_cannot_read_is_told_to_all(form: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    errors = on_ranks(_cannot_read, 2, fresh=True, timeout=60.0, path=path, form=form)
+    named_on_every_rank(errors, ValueError, "another version")
+
+
+@FORMS
+def test_a_model_without_tensors_has_a_checkpoint(form: str, tmp_path: Path) -> None:
+    model, again = Counter(), Counter()
+    for model.count in (3, 4):
+        checkpoint.save(tmp_path / "saved", model, format=form)
+    checkpoint.load(tmp_path / "saved", again)
+    assert again.count == 4
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:

@@ -183,6 +183,17 @@ def test_a_step_by_gradients_of_the_scaled_loss_is_named(factor: float, expected
     assert (first.cause, first.where["rank"]) == (expected, 1)
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [(START[:1], Cause.WRONG_SHAPE), (None, Cause.MISSING_KEY)]
+)
+def test_a_parameter_that_a_scaled_step_makes_another_is_named(value: Any, expected: Cause) -> None:
+    story = scaled()
+    story.instead("parameters", {"body": value}, rank=1, step=0)
+    if value is None:
+        del story.value("parameters", 1, step=0)["body"]
+    assert cause("scaler.step", story) is expected
+
+
 def test_a_step_without_a_gradient_of_the_oracle_has_no_such_name() -> None:
     story = scaled()
     story.instead("parameters", {"body": moved(64.0 * GRADIENT)}, rank=1, step=0)

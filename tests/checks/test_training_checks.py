@@ -567,6 +567,13 @@ def test_a_first_step_that_some_ranks_do_not_see_is_stale(
     assert first.sentence.endswith("; right on rank 1") is (rank == 0)
 
 
+def test_a_parameter_that_the_first_step_cuts_is_named() -> None:
+    story = training()
+    bias = story.value("parameters", step=0)["bias"]
+    story.instead("parameters", {"bias": bias[:1]}, rank=1, step=0)
+    assert cause("parameters.first_step", story) is Cause.WRONG_SHAPE
+
+
 def test_a_gradient_where_none_is_due_that_is_the_last_steps_is_stale() -> None:
     kept = {"kept": torch.tensor([0.5, -1.0])}
     for earlier, expected in ((kept, Cause.STALE), ({}, Cause.UNEXPECTED_GRADIENT)):

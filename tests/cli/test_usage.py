@@ -6,6 +6,7 @@ import json
 import linecache
 import logging
 import platform
+import re
 import sys
 import zlib
 from importlib.metadata import PackageNotFoundError
@@ -19,6 +20,7 @@ from conformance.adapters import make_adapter
 from conformance.checks import CHECKS
 from conformance.cli import main
 from conformance.cli.app import WithRanks, app
+from conformance.cli.fuzzing import _rate
 from conformance.cli.running import _folder
 from conformance.errors import UsageError
 from conformance.machine import default_jobs, device_for, notes
@@ -183,7 +185,7 @@ def wrap(model):
 """
 
 CANNOT_BE_SET_UP = """
-from conformance import Adapter
+import functools; from conformance import Adapter
 
 
 class Base(Adapter):
@@ -289,6 +291,19 @@ class Yields(Base):
         yield
 
 
+class Wraps(Base):
+    def inner(self, w): ...
+
+    @functools.wraps(inner)
+    def backward(self, w): ...
+
+
+class Scaler(Base):
+    capabilities = frozenset({"scaler"})
+
+    def make_scaler(self, w): ...
+
+
 class Signature(Adapter):
     def build(self, model, make_optimizer=None, *, config):
         raise AssertionError
@@ -300,6 +315,8 @@ class NoSelf(Base):
 
 
 class Short(Base):
+    capabilities = frozenset({"model_state.full"})
+
     def model_state(self, w, kind, *, cpu=False):
         raise AssertionError
 
@@ -449,6 +466,12 @@ class Helpers(Base, Engine):
             "model_state(self, w, kind, *, cpu=False) is called as model_state(self, w, kind,"
             " cpu=..., rank0_only=...): got an unexpected keyword argument 'rank0_only'\n",
         ),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Wraps",
+            "backward(self, w) is called as backward(self, w, loss): too many positional",
+        ),
+        (CANNOT_BE_SET_UP, "{}:Scaler", "make_scaler(self, w) is called as make_scaler(self, w, d"),
         (CANNOT_BE_SET_UP, "{}:Claim", "for 'capabilites'; did you mean capabilities? ("),
         (CANNOT_BE_SET_UP, "{}:Helpers", "replicas must be an int of at least 1; got 'no slip"),
         (CANNOT_BE_SET_UP, "{}:Replicas", "replicas must be an int of at least 1; got '2'"),
@@ -477,6 +500,129 @@ def test_a_name_that_leads_to_no_adapter_is_answered_with_those_that_are_there(
     assert message.replace("{}", own).replace("TMP", str(tmp_path)) in shown
     assert len(shown.splitlines()) == 1
     assert not (tmp_path / "result").exists()
+
+
+RIGHT = """
+import functools
+from dataclasses import dataclass
+
+from conformance import Adapter
+
+
+class Base(Adapter):
+    def build(self, model, make_optimizer, config):
+        raise AssertionError
+
+
+def grouped(verb):
+    @functools.wraps(verb)
+    def called(self, *given):
+        return verb(self, None, *given)
+
+    return called
+
+
+class Injected(Base):
+    @grouped
+    def backward(self, group, w, loss):
+        raise AssertionError
+
+
+class Generator(Base):
+    def weights(self, w):
+        yield from w.module.parameters()
+
+
+class OfTheEngine(Base):
+    @property
+    def zero_grad(self):
+        return self.engine.zero_grad
+
+
+class Dispatched(Base):
+    @functools.singledispatchmethod
+    def evaluate(self, w, batch, loss_fn):
+        raise AssertionError
+
+
+class Unreadable(Base):
+    step = staticmethod(min)
+    def clip_grad_norm(self): ...
+    clip_grad_norm.__signature__ = "of a generator of code"
+    save = classmethod(print)
+    forward = print
+    load = functools.partialmethod(print, 1, 2)
+
+
+class Plural(Base):
+    def zero_grads(self, w):
+        raise AssertionError
+
+
+class NotPlural(Plural):
+    zero_grads = None
+
+
+class NoMethod(Base):
+    zero_grads = print
+
+
+class Raises:
+    def __get__(self, held, owner):
+        raise AttributeError
+
+
+class Descriptor(Base):
+    anything = Raises()
+    zero_grad = Raises()
+
+
+@dataclass
+class Words(Base):
+    replica: int = 1
+    convention: str = "mine"
+    variant: str = "small"
+    buffer: object = print
+    weight: object = Base
+    local_tensor: object = None
+    configured: bool = False
+    evaluates: bool = False
+
+
+class Methods(Base):
+    def weight(self, w):
+        raise AssertionError
+
+    def evaluates(self):
+        raise AssertionError
+
+    def parameters_full(self):
+        raise AssertionError
+
+
+class NeverCalled(Base):
+    def make_scaler(self, w):
+        raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("name", re.findall(r"class (\w+)\(", RIGHT))
+def test_an_adapter_that_is_called_right_is_set_up(tmp_path: Path, monkeypatch, name: str) -> None:
+    own = f"right_{zlib.crc32(str(tmp_path).encode())}"
+    (tmp_path / f"{own}.py").write_text(RIGHT)
+    monkeypatch.syspath_prepend(tmp_path)
+    if name != "Plural":
+        make_adapter(f"{own}:{name}")
+        return
+    with pytest.raises(UsageError, match="did you mean zero_grad"):
+        make_adapter(f"{own}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(0.034, "0.034"), (0.96, "0.96"), (1.04, "1.0"), (123.44, "123.4")]
+)
+def test_examples_a_second_are_shown_without_an_exponent(rate: float, shown: str) -> None:
+    assert _rate(rate) == shown
 
 
 def test_a_misspelt_module_of_this_folder_is_told(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -6,6 +6,7 @@ waits for it. Counted is the way that an accelerator takes, on streams that reme
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from functools import partial
@@ -242,6 +243,37 @@ def _looks(context: RankContext) -> dict[str, list[float]]:
 def test_a_save_or_a_load_looks_at_each_parameter_as_often_in_a_large_group() -> None:
     for kind, (small, large) in agreed(_looks, 2).items():
         assert small == large > 0, f"{kind}: {small} times of 8 parameters, {large} of 32"
+
+
+def _asks_in_backward(context: RankContext) -> list[int]:
+    """How many parameters steps look at in a backward in which each has its own, and after it."""
+    model = fully_shard(build(Stack))
+    (group,) = fully_shard.state(model).groups
+    group.options = dataclasses.replace(group.options, exposure=Optimized())
+    looked = group.options.exposure
+    for param in model.parameters():
+        own = torch.optim.SGD([param], 0.1)
+        param.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    loss_of(model, batch(0, context.rank)).backward()
+    inside = looked.count
+    own.step()
+    return [inside, looked.count]
+
+
+class Optimized(DTensorExposure):
+    """Counts the parameters that are asked for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def optimized(self, params: Any) -> Any:
+        self.count += len(params)
+        return super().optimized(params)
+
+
+def test_optimizers_that_step_inside_backward_ask_no_tree() -> None:
+    inside, after = agreed(_asks_in_backward, 2)
+    assert inside == 0 < after
 
 
 def _zeroes(context: RankContext) -> list[float]:

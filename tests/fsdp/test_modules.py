@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -279,6 +280,45 @@ def _own_setattr(context: RankContext) -> int:
 
 def test_a_module_that_watches_its_attributes_is_asked() -> None:
     assert agreed(_own_setattr, 2) == 1
+
+
+def _copied(context: RankContext) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    copied = copy.deepcopy(model[0])
+    copied.load_state_dict({key: value * 0 for key, value in copied.state_dict().items()})
+    assert not any(whole(param).any() for param in copied.parameters())
+    assert all(whole(param).any() for param in model[0].parameters())
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        copy.deepcopy(model)
+    loss_of(model, batch(0, context.rank)).backward()
+
+
+def test_a_module_inside_a_unit_may_be_copied() -> None:
+    on_ranks(_copied, 2)
+
+
+class Shift(nn.Module):
+    """Hands the gradient of its output on as that of each input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return sum(inputs) + self.by
+
+
+def _begun_with_a_leaf(context: RankContext, *, count: int) -> None:
+    model = fully_shard(Shift())
+    inputs = [batch(k, context.rank).requires_grad_() for k in range(count)]
+    weights = batch(0, 0).requires_grad_()
+    torch.autograd.grad(model(*inputs), inputs, weights, create_graph=True)
+    assert not weights._backward_hooks
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_hook_stays_on_what_a_backward_was_begun_with(count: int) -> None:
+    on_ranks(_begun_with_a_leaf, 2, count=count)
 
 
 class Half(nn.Module):

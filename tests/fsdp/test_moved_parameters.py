@@ -143,6 +143,65 @@ def test_what_a_load_assigns_stays_tied(kind: type[nn.Module]) -> None:
     on_ranks(_assigns, 2, kind=kind)
 
 
+class Loading(nn.Module):
+    """Loads what it has inside by itself, in the midst of the walk around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 3)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        prefix += "inner."
+        own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        self.inner.load_state_dict(own, assign=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class TiedAcross(nn.Module):
+    """Two places of a weight on either side of a module that loads by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.between, self.twin = nn.Linear(10, 3), Loading(), nn.Linear(10, 3)
+        self.twin.weight = self.out.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) + self.between(x) * self.twin(x)
+
+
+def _by_torch(model: nn.Module, state: dict[str, Any]) -> None:
+    model.load_state_dict(state, assign=True)
+
+
+def _one_by_one(model: nn.Module, state: dict[str, Any]) -> None:
+    """As loaders do that walk by themselves; what they untie they tie again."""
+    metadata = {"assign_to_params_buffers": True}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        module._load_from_state_dict(state, prefix, metadata, True, [], [], [])
+    model.twin.weight = model.out.weight
+
+
+def _loads(context: RankContext, *, kind: type[nn.Module], load: Callable[..., None]) -> None:
+    model, plain = fully_shard(build(kind)), build(kind)
+    for _ in range(2):
+        both_train(context, model, plain)
+        load(model, {name: value * 0.5 for name, value in model.state_dict().items()})
+        assert model.twin.weight is model.out.weight
+        plain.load_state_dict({name: value * 0.5 for name, value in plain.state_dict().items()})
+    both_train(context, model, plain)
+    compare(model, plain)
+
+
+@pytest.mark.parametrize(("kind", "load"), [(TiedAcross, _by_torch), (Tied, _one_by_one)])
+def test_a_load_may_come_to_a_module_in_the_midst_of_another(
+    kind: type[nn.Module], load: Callable[..., None]
+) -> None:
+    on_ranks(_loads, 2, kind=kind, load=load)
+
+
 def _back(context: RankContext, *, face: str) -> None:
     """As averages of weights are put in for an evaluation; the others' values wait in them."""
     model = made(face)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from conformance.ranks import RankContext
 from fsdp.comms import GroupAllocatedAllGather, GroupAllocatedReduceScatter
+from fsdp.engine.trace import say_where
 from tests.fsdp.plain import batch, build, loss_of
 from tests.fsdp.ranks import on_ranks
 from tests.fsdp.test_training import shard_blocks
@@ -59,7 +61,7 @@ def _notes(context: RankContext, where: str) -> list[str]:
     ("where", "told"),
     [
         ("forward", "was in forward, at the all-gather"),
-        ("backward", "was in pre_backward, at the all-gather"),
+        ("backward", "was gathering for backward, at the all-gather"),
         ("reduction", "was in backward, at the reduction"),
     ],
 )
@@ -68,3 +70,17 @@ def test_a_rank_that_has_waited_in_vain_says_where(where: str, told: str) -> Non
         assert [note.partition(". If")[0] for note in notes] == [
             f"FSDP: rank {rank} {told} of the unit that begins with 'blocks.1.up.weight'"
         ]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("the group is gone"), ["FSDP: this rank was in forward, at the all-gather"]),
+        (torch.OutOfMemoryError("not by waiting"), []),
+    ],
+)
+def test_the_error_itself_is_never_hidden(error: RuntimeError, told: list[str]) -> None:
+    assert not dist.is_initialized()
+    say_where(error, "all-gather", "weight", "in forward")
+    notes = getattr(error, "__notes__", [])
+    assert [note.partition(" of the unit")[0] for note in notes] == told
