@@ -284,8 +284,8 @@ def test_what_a_save_leaves_changed_around_it_is_told(rank: int) -> None:
     assert found is not None
     assert (found.cause, found.where["rank"]) == (Cause.NOT_RESTORED, rank)
     assert found.sentence == (
-        f"after the save, rank {rank}: not as before are training mode of layer0, training mode"
-        " of layer1, training mode of layer2 and 2 more: not put back"
+        f"after the save, rank {rank} has other values of training mode of layer0, training mode"
+        " of layer1, training mode of layer2 and 2 more"
     )
 
 

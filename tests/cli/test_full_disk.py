@@ -154,7 +154,7 @@ def test_a_record_of_false_alarms_without_room_keeps_the_runs_before(
             yield replace(done, key=runs[1].key)
 
     monkeypatch.setattr(false_alarms, "judged", judged)
-    arguments = ["--out", str(tmp_path), "--seeds", "1", "--block", "core"]
+    arguments = ["--out", str(tmp_path), "--seeds", "1", "--block", "core", "--jobs", "1"]
     assert false_alarms.main(arguments) == EXIT_UNDECIDED
     lost = "runs.jsonl has the runs so far, false-alarms.md is not whole"
     told = no_room(tmp_path, lost, "File too large")
