@@ -16,7 +16,7 @@ from conformance.frames import first_line, user_part
 from conformance.history import NotObserved
 from conformance.ranks import RankVerdict
 from conformance.room import NO_ROOM
-from conformance.verdicts import COMPLETED, REFUSED, Verdict, told_first
+from conformance.verdicts import COMPLETED, REFUSED, UNCLAIMED, Verdict, told_first
 
 OF_BYTES = frozenset({"sharding", "memory", "communication"})
 """Profiles of what is stored and sent; nothing that is computed later is wrong because of it."""
@@ -201,7 +201,7 @@ def judge_check(check: Check, evidence: Evidence, ran: Ran) -> Judgement:
         return Judgement(
             check=check.id,
             verdict=Verdict.UNSUPPORTED,
-            sentence=f"not claimed: {', '.join(unclaimed)}",
+            sentence=f"{UNCLAIMED}: {', '.join(unclaimed)}",
         )
     if check.any_of and not check.any_of & evidence.capabilities:
         return Judgement(

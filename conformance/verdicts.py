@@ -56,6 +56,9 @@ COMPLETED = "run.completed"
 REFUSED = "refused at build"
 """How the sentence of a case begins that the adapter does not take."""
 
+UNCLAIMED = "not claimed"
+"""How that of a check begins about what the adapter does not claim."""
+
 EXIT_OK = 0
 EXIT_BAD = 1
 EXIT_UNDECIDED = 2

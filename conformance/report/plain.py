@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from conformance.report.lines import Reported, Role
 from conformance.report.words import number, shortened
-from conformance.verdicts import REFUSED, Finding, Verdict
+from conformance.verdicts import REFUSED, UNCLAIMED, Finding, Verdict
 
 _EXPECTED = {Verdict.XFAIL: "as expected", Verdict.XPASS: "expected to fail"}
 """How the reason of an expectation is told, by the verdict that it led to."""
 _PASSED = ("PASS",)
-_UNCLAIMED = ("not claimed",)
+_UNCLAIMED = (UNCLAIMED,)
 
 
 def finding_text(reported: Reported) -> str:
@@ -52,7 +52,7 @@ def _story(one: Reported) -> tuple[str, ...]:
     if finding.verdict is Verdict.PASS:
         return _PASSED
     if finding.verdict is Verdict.UNSUPPORTED:
-        if finding.sentence.startswith(("not claimed", "none is claimed")):
+        if finding.sentence.startswith((UNCLAIMED, "none is claimed")):
             return _UNCLAIMED
         if finding.sentence.startswith(REFUSED):
             return (REFUSED,)

@@ -19,14 +19,12 @@ from conformance.scenarios import SCENARIOS
 from conformance.verdicts import (
     BAD,
     COMPLETED,
+    UNCLAIMED,
     UNDECIDED,
     Finding,
     Verdict,
     adapter_label,
 )
-
-UNCLAIMED = "not claimed: "
-"""How the sentence begins of a finding about what the adapter does not claim."""
 
 
 def report_text(log: Log) -> str:
@@ -138,8 +136,9 @@ def summary_text(log: Log, label: str) -> str:
         lines += indented(f"{number(times, 'case')} {shortened(sentence)}", 2)
     for remark, models in _remarks(findings).items():
         lines += indented(f"{', '.join(models)}: {remark}", 2)
+    before = f"{UNCLAIMED}: "
     unclaimed = Counter(
-        f.sentence.removeprefix(UNCLAIMED) for f in unsupported if f.sentence.startswith(UNCLAIMED)
+        f.sentence.removeprefix(before) for f in unsupported if f.sentence.startswith(before)
     )
     told = (f"{names} ({number(times, 'finding')})" for names, times in sorted(unclaimed.items()))
     if unclaimed:

@@ -48,7 +48,7 @@ def state_of(local: Local, side: Side, *, leads: bool, copy: bool = False) -> di
         leads: whether this rank writes what is not dealt out: values, options, extra state.
         copy: whether all of it is copied, tensors to the CPU, so that training may go on.
     """
-    if copy:
+    if copy and leads:  # others write none of it
         rest = pickle.dumps((side.groups, side.states, side.objects))
         groups, states, objects = pickle.loads(rest)
         side = replace(side, groups=groups, states=states, objects=objects)
