@@ -33,8 +33,8 @@ ORDERS = frozenset({"two_forwards", "eval_first", "eval_in_step", "dropped_gradi
 """Scenarios that are about the order of passes."""
 SENSITIVE = frozenset({"tied", "buffers", "reused", "nested_io", "recomputed"})
 """Traits of models for which that order is another code path."""
-SINGULAR = frozenset({"recomputed", "mixed", "scalar", "varying"})
-"""Traits of models that show what they are for in one training and one checkpoint."""
+SAME_STATES = frozenset({"recomputed", "mixed", "scalar", "varying", "reused", "nested_io"})
+"""Traits of models whose states are made like those of others: one checkpoint shows as much."""
 SHOWN_BY: Mapping[str, frozenset[str]] = {
     "witness": frozenset({PLAIN_MODEL, "recomputed", "strided"}),
     "scaled": frozenset({PLAIN_MODEL, "tiny"}),
@@ -66,11 +66,15 @@ RECUT: Mapping[str, str] = {"uneven": "double", "buffers": "half"}
 """Traits of models of which another number of ranks, this one, cuts or keeps something else."""
 
 
-TRAININGS: Mapping[Depth, tuple[tuple[str, int], ...]] = {
-    Depth.FULL: tuple(product(OPTIMIZERS, (1, 3))),
-    Depth.WIDE: (("sgd", 1), ("adamw", 3)),
-    Depth.NARROW: (("adamw", 3),),
-}
+TRAININGS = tuple(product(OPTIMIZERS, (1, 3)))
+"""Optimizer and micro-batches of a step."""
+TRAINING_ALONE = ("sgd", 3)
+"""The only training of a model, unless all combinations are asked for.
+
+Its checkpoints are trained with the other optimizer and one micro-batch: each value is there once.
+"""
+VARYING = (("sgd", 1), TRAINING_ALONE)
+"""With one micro-batch another set of parameters is used in each step, with three within a step."""
 CHECKPOINTS: Mapping[Depth, tuple[tuple[str, str], ...]] = {
     Depth.FULL: tuple(product(STATE_KINDS, ("default", "explicit"))),
     Depth.WIDE: (("full", "explicit"), ("sharded", "default"), ("local", "default")),
@@ -193,16 +197,12 @@ def about_claim(checks: Sequence[Check], probe: Sequence[str]) -> tuple[Check, .
 
 def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) -> Iterator[Case]:
     """The cases of one model that an adapter with these claims is asked for."""
-    asked = depth
-    if model.name == PLAIN_MODEL:
-        depth = Depth.FULL
-    if depth is Depth.WIDE and model.traits & SINGULAR:
-        depth = Depth.NARROW
+    crossed = Depth.FULL if model.name == PLAIN_MODEL else depth
     training = training_of(model)
     needed = needed_by(model)
     if needed - capabilities:
         return
-    if needed and asked is not Depth.FULL:
+    if needed and depth is not Depth.FULL:
         if not SCENARIOS[training].needs - capabilities:
             yield Case.of(model.name, training, optimizer="sgd", accumulation=1)
         return
@@ -213,22 +213,28 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
         if (scenario.name == "memory") != ("wide" in model.traits):
             continue
         if scenario.name == training:
-            # with one micro-batch a step differs from the one before, with three they do within it
-            for optimizer, accumulation in TRAININGS[asked if training == "varying" else depth]:
+            for optimizer, accumulation in _trainings(model, crossed):
                 yield Case.of(model.name, training, optimizer=optimizer, accumulation=accumulation)
             if "optimizer.whole" in capabilities and model.name == PLAIN_MODEL:
                 for optimizer in WHOLE_TENSOR:
                     yield Case.of(model.name, training, optimizer=optimizer)
         elif scenario.name == "checkpoint":
-            yield from _checkpoints(model, capabilities, depth)
+            yield from _checkpoints(model, capabilities, crossed)
         elif scenario.name == RESUME:
-            yield from _resumptions(model, capabilities, asked)
+            yield from _resumptions(model, capabilities, depth)
         elif scenario.name in TRAINING or training != "train":
             continue
-        elif takes(scenario.name, model, asked):
+        elif takes(scenario.name, model, depth):
             yield Case.of(model.name, scenario.name, **OWN_OPTIONS.get(scenario.name, {}))
             if scenario.name == "eval_first" and model.name == PLAIN_MODEL:
                 yield Case.of(model.name, scenario.name, mode="inference")
+
+
+def _trainings(model: models.ModelCase, depth: Depth) -> Sequence[tuple[str, int]]:
+    """Optimizer and micro-batches of each training of a model."""
+    if depth is Depth.FULL:
+        return TRAININGS
+    return VARYING if depth is Depth.WIDE and "varying" in model.traits else (TRAINING_ALONE,)
 
 
 def needed_by(model: models.ModelCase) -> frozenset[str]:
@@ -261,6 +267,8 @@ def _checkpoints(
 ) -> Iterator[Case]:
     if SCENARIOS[training_of(model)].needs - capabilities:
         return
+    if depth is Depth.WIDE and model.traits & SAME_STATES:
+        depth = Depth.NARROW
     for kind, options in CHECKPOINTS[depth]:
         if depth is Depth.WIDE and kind == "full" and model.traits & UNASKED:
             options = "default"
