@@ -40,7 +40,8 @@ def surroundings(run: Run, w: Wrapped) -> dict[str, Any]:
     state = fingerprint(run.device) | _random_numbers(run.device)
     for name, module in w.module.named_modules():  # wrappers and what is in them, each by its path
         state[f"training mode of {name or 'the model'}"] = module.training
-    for name, parameter in w.module.named_parameters():
+    # a tied one by each of its names, so that untying it adds none
+    for name, parameter in w.module.named_parameters(remove_duplicate=False):
         state[f"requires_grad of {name}"] = parameter.requires_grad
         state[f"gradient of {name}"] = parameter.grad is not None
     return state
@@ -57,5 +58,8 @@ def _random_numbers(device: torch.device) -> dict[str, Any]:
         state["random numbers of the accelerator"] = drawn.numpy().tobytes()
     if "numpy" in sys.modules:
         drawn = sys.modules["numpy"].random.get_state(legacy=False)["state"]
-        state["random numbers of numpy"] = {name: str(value) for name, value in drawn.items()}
+        state["random numbers of numpy"] = {
+            name: value.tobytes() if hasattr(value, "tobytes") else value
+            for name, value in drawn.items()
+        }
     return state
