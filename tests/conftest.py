@@ -30,12 +30,12 @@ MATRICES = {
 }
 """Folders, and files in others."""
 CHEAP = {
-    *("test_errors", "test_wrapper_errors"),
+    *("test_errors", "test_wrapper_errors", "test_grad_mode"),
     "test_a_mesh_that_does_not_fit_is_named_on_every_rank",
     "test_what_does_not_fit_together_is_named_on_every_rank",
 }
-"""Files in these folders, and tests in others of their files, whose cells train nothing: each is an
-error before anything happens."""
+"""Files in these folders, and tests in others of their files, whose cells train nothing: most are
+an error before anything happens."""
 FIRST = {"testing", "ranks"}
 """Folders whose ranks no other folder uses. The first tests go to one worker in one piece, so that
 the others need not start such ranks as well."""

@@ -126,8 +126,9 @@ def keys_of(side: Side) -> list[str]:
     return found
 
 
+Entry = tuple[tuple[int, ...], torch.dtype]
 # Shape and dtype of each tensor; None for what is no tensor.
-Entries = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
+Entries = dict[str, Entry | None]
 
 
 class Catalog(Protocol):

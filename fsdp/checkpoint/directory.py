@@ -20,25 +20,36 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
 
-def begin(path: Path) -> int:
-    """Look whether a checkpoint can be written at ``path``; return the number of a ``fresh`` place.
+def number_of_a_save() -> int:
+    """Return a number that no other save has."""
+    return secrets.randbits(48)
+
+
+def fresh(path: Path, number: int) -> Path:
+    """Return where the save of that number writes a checkpoint for ``path``."""
+    return _beside(path, f"saving-{number:012x}")
+
+
+def begin(fresh: Path, path: Path) -> None:
+    """Make the place, if a checkpoint can be written at ``path``.
+
+    One rank does, so that the others see whether they look at the same file system.
 
     Raises:
         FileExistsError: something is at ``path`` that is no checkpoint.
-        OSError: the directory above cannot be made.
+        OSError: a directory cannot be made.
     """
+    _check_replaceable(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh.mkdir()
+
+
+def _check_replaceable(path: Path) -> None:
     if path.exists() and not is_checkpoint(path):
         raise FileExistsError(
             f"{path} exists and is no checkpoint; it is not replaced. Choose another path, or "
             "remove it."
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return secrets.randbits(48)
-
-
-def fresh(path: Path, number: int) -> Path:
-    """Return where a checkpoint for ``path`` is written; the ranks that write make it."""
-    return _beside(path, f"saving-{number:012x}")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -47,7 +58,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def finish(fresh: Path, path: Path) -> None:
-    """Let a complete checkpoint take the place of the one before, if any."""
+    """Let a complete checkpoint take the place of the one before, if any.
+
+    Raises:
+        FileExistsError: something else has come to ``path`` since the save began.
+        OSError: it cannot be renamed.
+    """
+    _check_replaceable(path)
     previous = _beside(path, "previous")
     replaces = path.exists()
     if replaces:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.contents import GROUPS, MODEL, STATE, Catalog, Staged, empty_box
+from fsdp.checkpoint.contents import GROUPS, MODEL, STATE, Catalog, Entry, Staged, empty_box
 from fsdp.reshard.pieces import Piece
 from fsdp.reshard.side import Local
 
@@ -54,7 +54,7 @@ class Reading:
                 continue  # an empty container leaves no trace in a directory
             if MODEL + name not in entries:
                 raise ValueError(_missing(name, entries))
-            self.wanted[MODEL + name] = None
+            self.wanted[MODEL + name] = _asked(entries[MODEL + name])
         # What is no tensor may be anything, where a model was saved at the top.
         extra = [
             key
@@ -82,9 +82,7 @@ class Reading:
         for key, entry in self.catalog.entries.items():
             if key.startswith(GROUPS):
                 found_groups = True
-                self.wanted[key] = (
-                    None if entry is None else torch.zeros(*entry[:1], dtype=entry[1])
-                )
+                self.wanted[key] = _asked(entry)
             if not key.startswith(STATE):
                 continue
             name, _, what = key.removeprefix(STATE).rpartition(".")
@@ -118,13 +116,12 @@ class Reading:
             if key.startswith(GROUPS):
                 head, _, option = key.removeprefix(GROUPS).rpartition(".")
                 groups.setdefault(head, {})[option] = value
-            elif asked is not None:
-                continue
-            elif key.startswith(STATE):
+            elif key.startswith(MODEL):
+                if key.removeprefix(MODEL) in self.local.told.objects:
+                    self.staged.objects[key.removeprefix(MODEL)] = value
+            elif asked is None:
                 name, _, what = key.removeprefix(STATE).rpartition(".")
                 self.staged.values.setdefault(self._first_name(name), {})[what] = value
-            else:
-                self.staged.objects[key.removeprefix(MODEL)] = value
         # One group per number, or one per name where the state was saved flattened.
         self.staged.groups = [
             {**options, "params": options.get("params", [head])} for head, options in groups.items()
@@ -132,6 +129,11 @@ class Reading:
 
     def _first_name(self, name: str) -> str:
         return next(piece.name for piece in self.local.pieces if name in piece.names)
+
+
+def _asked(entry: Entry | None) -> torch.Tensor | None:
+    """Return where what belongs to no parameter is read into, if it is a tensor."""
+    return None if entry is None else torch.zeros(entry[0], dtype=entry[1])
 
 
 def _held(piece: Piece) -> int:

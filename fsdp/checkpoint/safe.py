@@ -66,7 +66,6 @@ class _Writing(Giving):
 
     def _make(self, where: Path, stack: ExitStack) -> None:
         """Make the files, with their headers and with what is known already."""
-        where.mkdir()
         side = self.side
         tensors, states = self._contents()
         header = {"extra": plain(side.objects)}

@@ -57,7 +57,7 @@ def save(
     Raises:
         FileExistsError: something is at ``path`` that is no checkpoint.
         OSError: it cannot be written.
-        CheckpointError: a rank could not write its part, or has written it elsewhere.
+        CheckpointError: a rank could not write its part, or does not see where.
         ValueError: an unknown format, or ranks have other models, optimizer options, or values
             (step counts) in the states of optimizers; or ``process_group`` has no whole replica.
         TypeError: what an optimizer or module keeps cannot be pickled.
@@ -106,7 +106,8 @@ def async_save(
     target = Path(path).resolve()
     local, side, fresh = _begun(target, model, optimizers, process_group)
     leads, keys = _leads(process_group), keys_of(side)
-    state = together(lambda: state_of(local, side, leads=leads, copy=True), process_group)
+    with _given_up(fresh, process_group):
+        state = together(lambda: state_of(local, side, leads=leads, copy=True), process_group)
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
     future = pool.submit(_save_parts, target, fresh, lambda: state, keys, process_group)
     pool.shutdown(wait=False)
@@ -123,19 +124,23 @@ def _begun(
 ) -> tuple[Local, Side, Path]:
     """Return what this rank saves, what all say of it, and where it is written.
 
-    Ranks that differ, and a target that cannot be replaced, are refused before anything is there.
+    Ranks that differ, and a target that cannot be replaced, are refused, and nothing is left.
     """
     ranks = ranks_of(group)
+    number = directory.number_of_a_save()
+    fresh = directory.fresh(target, number)
 
     def look() -> tuple[tuple[Local, Claim], tuple[int, ...]]:
         local = Local(model, optimizers, ranks)
         claim = Claim(local.told)
-        number = directory.begin(target) if _leads(group) else 0
+        if _leads(group):
+            directory.begin(fresh, target)
         return (local, claim), (*claim.numbers, number)
 
-    (local, claim), told = exchanged(look, group, Claim.NUMBERS + 1)
-    # Of what all agree on, so that all refuse it.
-    side = within(agreed_side(claim, [own for *own, _ in told], ranks, group), ranks)
+    with _given_up(fresh, group):
+        (local, claim), told = exchanged(look, group, Claim.NUMBERS + 1)
+        # Of what all agree on, so that all refuse it.
+        side = within(agreed_side(claim, [own for *own, _ in told], ranks, group), ranks)
     return local, side, directory.fresh(target, told[0][-1])
 
 

@@ -40,10 +40,13 @@ def write(directory: Path, state: dict[str, Any], number: int) -> Part:
     Every rank does so alone: what it writes no other does. *Blocks* the host until it is stored.
 
     Raises:
-        OSError: the directory cannot be made.
-        CheckpointError: the file cannot be written.
+        CheckpointError: the directory is not there, or the file cannot be written.
     """
-    directory.mkdir(exist_ok=True)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory}, which the first rank has made, is not there; do all ranks give the same "
+            "path, on a file system that all of them see?"
+        )
     with _one_kind_of_error(f"{directory} cannot be written"):
         planner = SavePlanner()
         planner.set_up_planner(state if number else {**state, MARK: {"version": 1}})

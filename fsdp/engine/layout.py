@@ -263,12 +263,12 @@ def side_by_side(extents: Sequence[Extent], world: int, *, align: int = 1) -> La
     end = 0
     for extent in extents:
         base = _round_up(end, align)
-        # A parameter without rows still needs a window, or nobody could say who owns row 0.
-        step = max(1, -(-extent.dim // world))
-        cut = Cut(extent=extent, base=base, first=0, step=step)
+        cut = Cut(extent=extent, base=base, first=0, step=-(-extent.dim // world))
         cuts.append(cut)
         end = base + cut.slot
-    return Layout(world=world, shard_numel=_round_up(end, align), cuts=tuple(cuts))
+    # Parameters without elements still have a gap: what is packed and sent is never nothing.
+    shard_numel = _round_up(max(end, 1 if cuts else 0), align)
+    return Layout(world=world, shard_numel=shard_numel, cuts=tuple(cuts))
 
 
 def end_to_end(extents: Sequence[Extent], world: int, *, align: int = 1) -> Layout:

@@ -56,7 +56,7 @@ def _become_root(root: FSDPState, check: Callable[[], None] | None) -> None:
 
 
 def _find_states(root: FSDPState) -> list[FSDPState]:
-    states: list[FSDPState] = []
+    states: dict[FSDPState, None] = {}  # a set that is in order
     for name, module in root.modules[0].named_modules():
         state = state_of(module)
         if state is None or state in states:
@@ -67,8 +67,8 @@ def _find_states(root: FSDPState) -> list[FSDPState]:
                 f"{root.wording.clean(name)}\n"
                 "FSDP requires running forward through the root module first"
             )
-        states.append(state)
-    return states
+        states[state] = None
+    return list(states)
 
 
 def _adopt(root: FSDPState, states: list[FSDPState]) -> None:

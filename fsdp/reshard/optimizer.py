@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp.engine.torch_private import dtensor_of, local_tensor, spec_of, spec_with_dtype
 from fsdp.joint_state import expect_separate
 from fsdp.optim_state.judge import same
 from fsdp.optim_state.same_kind import Given, check_same_kind
@@ -172,7 +173,11 @@ class OptimizerView:
 
     def blank(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros laid out like the holder of ``piece``, not yet part of any state."""
-        return torch.zeros_like(piece.holder.detach(), dtype=dtype)
+        holder = piece.holder
+        if not isinstance(holder, DTensor):
+            return torch.zeros_like(holder.detach(), dtype=dtype)
+        blank = torch.zeros_like(local_tensor(holder).detach(), dtype=dtype)
+        return dtensor_of(blank, spec_with_dtype(spec_of(holder), dtype), requires_grad=False)
 
     def put(self, holder: torch.Tensor, entries: Mapping[str, Any]) -> None:
         """Make ``entries`` the whole state of a parameter; empty: it has none."""

@@ -6,12 +6,14 @@ Counted, not timed. No count depends on how many tensors or ranks there are.
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from conformance.ranks import RankContext
@@ -21,6 +23,7 @@ from fsdp.reshard.optimizer import Saved
 from fsdp.reshard.runs import whole_cut
 from fsdp.reshard.side import Side, Told
 from tests.fsdp.ranks import agreed, on_ranks
+from tests.fsdp.test_start_cost import DTensorOperators
 from tests.reshard.faces import fresh, made, marked
 
 # What each rank claims; how much it has to say of its file, and that; the checkpoint is sealed.
@@ -94,6 +97,20 @@ def test_each_file_is_brought_to_the_disk_once_and_before_it_gets_its_name(tmp_p
     assert second == ["__1_0.distcp"]
 
 
+def _copies(context: RankContext, *, path: str) -> int:
+    model = made("flat", [0, 1])
+    assert model is not None
+    optimizer, group = marked(model), dist.new_group(backend="gloo")
+    with mock.patch("fsdp.checkpoint.contents.pickle", wraps=pickle) as copier:
+        checkpoint.async_save(path, model, optimizer, process_group=group).result()
+    dist.destroy_process_group(group)
+    return copier.dumps.call_count
+
+
+def test_what_is_not_dealt_out_is_copied_where_it_is_written(tmp_path: Path) -> None:
+    assert on_ranks(_copies, 2, path=str(tmp_path / "saved")) == (1, 0)
+
+
 def _readings(context: RankContext, *, path: str) -> int:
     model = made("fully", [0, 1])
     assert model is not None
@@ -107,6 +124,23 @@ def _readings(context: RankContext, *, path: str) -> int:
 
 def test_what_a_checkpoint_consists_of_is_read_once(tmp_path: Path) -> None:
     assert agreed(_readings, 2, path=str(tmp_path / "saved")) == 1
+
+
+def _operators_of_loading(context: RankContext, *, path: str) -> dict[str, int]:
+    ranks = list(range(context.world_size))
+    model, again = made("fully", ranks), made("fully", ranks, seed=8)
+    assert model is not None
+    assert again is not None
+    checkpoint.save(path, model, marked(model))
+    other = fresh(again)
+    with DTensorOperators() as operators:
+        checkpoint.load(path, again, other)
+    assert other.state
+    return dict(+operators.calls)
+
+
+def test_a_load_asks_no_operator_of_dtensors(tmp_path: Path) -> None:
+    assert agreed(_operators_of_loading, 2, path=str(tmp_path / "saved")) == {}
 
 
 # Which of several replicas writes

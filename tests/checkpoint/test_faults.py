@@ -427,33 +427,54 @@ def test_what_no_rank_has_written_is_missed_in_the_save(key: str, tmp_path: Path
     on_ranks(_loads, 2, path=path, face="flat", seed=7)
 
 
-def _elsewhere(context: RankContext, *, path: str) -> list[str]:
+def _elsewhere(context: RankContext, *, path: str, way: str) -> list[str]:
     model = made("flat", [0, 1], seed=8)
     assert model is not None
     own = Path(path) / "local" if context.rank else Path(path)
     own.mkdir(exist_ok=True)
-    return error_of(lambda: checkpoint.save(own / "saved", model))
+    if way == "save":
+        return error_of(lambda: checkpoint.save(own / "saved", model))
+    group = dist.new_group(backend="gloo")
+    future = checkpoint.async_save(own / "saved", model, process_group=group)
+    return error_of(future.result)
 
 
-def test_ranks_that_write_elsewhere_leave_the_previous_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["save", "async_save"])
+def test_ranks_that_write_elsewhere_write_nothing(way: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     on_ranks(_saves, 2, path=path, face="flat", form="sharded")
-    errors = on_ranks(_elsewhere, 2, path=str(tmp_path))
-    said = "'__1_0.distcp', which rank 1 has written, is missing in "
-    named_on_every_rank(errors, CheckpointError, f"{said}{tmp_path}/.saved.saving-")
+    errors = on_ranks(_elsewhere, 2, path=str(tmp_path), way=way)
+    named_on_every_rank(errors, CheckpointError, f"{tmp_path}/local/.saved.saving-")
+    named_on_every_rank(errors, CheckpointError, "which the first rank has made, is not there")
     named_on_every_rank(errors, CheckpointError, "do all ranks give the same path")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["local", "saved"]
+    assert not list((tmp_path / "local").iterdir())
     on_ranks(_loads, 2, path=path, face="flat", seed=7)
 
 
-def _cut_by_one_rank(context: RankContext, *, path: str) -> list[str]:
+def _cannot_be_copied(context: RankContext, *, path: str) -> list[str]:
+    model = made("flat", [0, 1])
+    assert model is not None
+    group = dist.new_group(backend="gloo")
+    with mock.patch("fsdp.checkpoint.saving.state_of", side_effect=TypeError("no copy")):
+        return error_of(lambda: checkpoint.async_save(path, model, process_group=group))
+
+
+def test_an_asynchronous_save_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
+    errors = on_ranks(_cannot_be_copied, 2, path=str(tmp_path / "saved"))
+    named_on_every_rank(errors, TypeError, "no copy")
+    assert not list(tmp_path.iterdir())
+
+
+def _loses_its_place(context: RankContext, *, path: str) -> list[str]:
     model = made("flat", [0, 1], seed=8)
     assert model is not None
 
     def write(directory: Path, state: Any, number: int) -> sharded.Part:
         part = written(directory, state, number)
-        if number:
-            cut(directory / "__1_0.distcp")
+        if not number:
+            Path(path).mkdir()
+            (Path(path) / "chapter").write_text("years of work")
         return part
 
     written = sharded.write
@@ -461,11 +482,38 @@ def _cut_by_one_rank(context: RankContext, *, path: str) -> list[str]:
         return error_of(lambda: checkpoint.save(path, model))
 
 
-def test_a_file_that_is_short_where_the_first_rank_looks_is_no_checkpoint(tmp_path: Path) -> None:
+def test_what_comes_to_the_path_during_a_save_is_not_replaced(tmp_path: Path) -> None:
+    errors = on_ranks(_loses_its_place, 2, path=str(tmp_path / "thesis"))
+    named_on_every_rank(errors, FileExistsError, "is no checkpoint; it is not replaced")
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis"]
+    assert (tmp_path / "thesis" / "chapter").read_text() == "years of work"
+
+
+def _damaged_by_one_rank(context: RankContext, *, path: str, damage: str) -> list[str]:
+    model = made("flat", [0, 1], seed=8)
+    assert model is not None
+
+    def write(directory: Path, state: Any, number: int) -> sharded.Part:
+        part = written(directory, state, number)
+        if number:
+            file = directory / "__1_0.distcp"
+            cut(file) if damage == "cut" else file.unlink()
+        return part
+
+    written = sharded.write
+    with mock.patch("fsdp.checkpoint.sharded.write", write):
+        return error_of(lambda: checkpoint.save(path, model))
+
+
+@pytest.mark.parametrize(("damage", "found"), [("cut", "has "), ("removed", "is missing in ")])
+def test_a_file_that_the_first_rank_does_not_see_in_full_is_no_checkpoint(
+    damage: str, found: str, tmp_path: Path
+) -> None:
     path = str(tmp_path / "saved")
     on_ranks(_saves, 2, path=path, face="flat", form="sharded")
-    errors = on_ranks(_cut_by_one_rank, 2, path=path)
-    named_on_every_rank(errors, CheckpointError, "which rank 1 has written, has ")
+    errors = on_ranks(_damaged_by_one_rank, 2, path=path, damage=damage)
+    said = "'__1_0.distcp', which rank 1 has written, "
+    named_on_every_rank(errors, CheckpointError, f"{said}{found}")
     on_ranks(_loads, 2, path=path, face="flat", seed=7)
 
 

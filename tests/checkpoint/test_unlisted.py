@@ -158,13 +158,24 @@ class Live(nn.Module):
     def __init__(self, number: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((2,), number))
-        self.kept: dict[str, Any] = {"seen": [number], "mean": torch.tensor(number)}
+        self.kept: Any = {"seen": [number], "mean": torch.tensor(number)}
 
     def get_extra_state(self) -> Any:
         return self.kept
 
     def set_extra_state(self, state: Any) -> None:
         self.kept = state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kept", [torch.tensor([1, 2]), torch.tensor(0.5), torch.zeros(0)], ids=str)
+def test_a_tensor_as_extra_state_comes_back(tmp_path: Path, kept: torch.Tensor) -> None:
+    model, again = Live(1.0), Live(2.0)
+    model.kept, again.kept = kept, None
+    checkpoint.save(tmp_path / "saved", model)
+    checkpoint.load(tmp_path / "saved", again)
+    assert again.kept.dtype == kept.dtype
+    assert torch.equal(again.kept, kept)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

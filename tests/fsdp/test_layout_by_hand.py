@@ -67,9 +67,12 @@ def test_empty_parameters_take_no_place_and_have_no_runs() -> None:
     assert list(wide.runs(0)) == []
 
 
-def test_without_rows_there_is_a_window_still() -> None:
-    (cut,) = side_by_side([Extent.of((0, 3), 0)], 2).cuts
-    assert (cut.step, cut.owner(0), cut.rows(1)) == (1, 0, (0, 0))
+def test_without_elements_there_is_a_gap_still() -> None:
+    layout = side_by_side([Extent.of((0, 3), 0)], 2)
+    assert (layout.cuts[0].slot, layout.cuts[0].rows(1)) == (0, (0, 0))
+    assert layout.packing_order == ((0, 0), (None, 2))
+    assert side_by_side(flat(0), 2, align=4).shard_numel == 4
+    assert side_by_side([], 2, align=4).shard_numel == 0
     assert end_to_end(flat(0), 2).shard_numel == 1
     assert end_to_end([], 2).shard_numel == 1
 

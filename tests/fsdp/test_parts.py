@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from types import SimpleNamespace
@@ -92,6 +93,25 @@ def test_an_optimizer_that_holds_refused_parameters_is_named_at_its_first_step()
     with pytest.raises(ValueError, match=r"SGD holds 1 parameters that were .*block\.weight"):
         torch.optim.SGD([refused], lr=1.0).step()
     assert refused.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("count", "shown"), [(3, "p0, p1, p2"), (4, "p0, p1, p2, ...")])
+def test_of_many_refused_parameters_the_first_few_are_named(count: int, shown: str) -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(count)]
+    for index, param in enumerate(params):
+        refuse_in_optimizers(param, f"p{index}", "were sharded after it was made")
+    with pytest.raises(ValueError, match=f"^SGD holds {count} parameters .* \\({shown}\\): "):
+        torch.optim.SGD(params, lr=1.0).step()
+
+
+def test_a_parameter_is_refused_still_when_another_that_was_is_gone() -> None:
+    stays, goes = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    for param in (stays, goes):
+        refuse_in_optimizers(param, "weight", "were sharded after it was made")
+    del param, goes
+    gc.collect()
+    with pytest.raises(ValueError, match=r"SGD holds 1 parameters that were sharded after"):
+        torch.optim.SGD([stays], lr=1.0).step()
 
 
 META = torch.device("meta")

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from conformance.ranks import RankContext
+from fsdp import MixedPrecisionPolicy
+from fsdp.wrapper_options import MixedPrecision
 from tests.fsdp.plain import (
     batch,
     build,
@@ -18,8 +20,9 @@ from tests.fsdp.plain import (
     optimizer_of,
     train_plain,
     train_sharded,
+    whole,
 )
-from tests.fsdp.ranks import on_ranks
+from tests.fsdp.ranks import agreed, on_ranks
 from tests.fsdp.test_training import shard_blocks
 from tests.fsdp.test_wrapper import agrees, train, wrapped
 
@@ -62,6 +65,55 @@ def test_a_forward_may_be_transformed(face: str, how: str, *, first: bool, world
     on_ranks(_transformed, world, face=face, how=how, first=first)
 
 
+def _gathered_by_hand(context: RankContext, how: str) -> None:
+    model, plain, x = shard_blocks(build()), build(), batch(0, context.rank)
+    if how == "before its forward":
+        model.set_modules_to_forward_prefetch(list(model.blocks))
+
+    def loss(each: Any, x: torch.Tensor) -> torch.Tensor:
+        if each is model and how != "before its forward":
+            handles = [unit.unshard(async_op=how == "later") for unit in (each, *each.blocks)]
+            assert [handle is not None for handle in handles] == [how == "later"] * len(handles)
+            for handle in filter(None, handles):
+                handle.wait()
+        return loss_of(each, x)
+
+    results = [torch.func.grad(partial(loss, each))(x) for each in (model, plain)]
+    torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
+    for unit in (model, *model.blocks):
+        unit.reshard()
+    _train_both(model, plain, context, "fully")
+
+
+@pytest.mark.parametrize("how", ["now", "later"])
+def test_parameters_may_be_gathered_by_hand_in_a_transform(how: str) -> None:
+    on_ranks(_gathered_by_hand, 2, how=how)
+
+
+def test_parameters_may_be_gathered_ahead_in_a_transform() -> None:
+    on_ranks(_gathered_by_hand, 2, how="before its forward")
+
+
+def _buffer_after_a_first_forward(context: RankContext, how: str) -> tuple[str, int]:
+    """Type and bytes of the model's buffer once a first forward is over that was a transform's."""
+    model = wrapped(mixed_precision=MixedPrecision(buffer_dtype=torch.float64))
+    x = batch(0, context.rank)
+    if how == "jvp":
+        torch.func.jvp(model, (x,), (x,))
+    elif how == "vmap":
+        torch.func.vmap(model)(x)
+    else:
+        torch.func.grad(partial(loss_of, model))(x)
+    (buffer,) = model.buffers()
+    return str(buffer.dtype), buffer.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("how", ["grad", "jvp", "vmap"])
+def test_a_buffer_cast_in_a_transform_is_a_plain_tensor_that_outlives_it(how: str) -> None:
+    found = agreed(_buffer_after_a_first_forward, 2, how=how)
+    assert tuple(found) == ("torch.float64", 8), "wrappers of a transform have no storage"
+
+
 def _penalised(context: RankContext, face: str) -> None:
     """The loss is the norm of a gradient: a backward through a backward."""
 
@@ -89,3 +141,25 @@ def _penalised(context: RankContext, face: str) -> None:
 @FACES
 def test_a_gradient_may_be_penalised(face: str) -> None:
     on_ranks(_penalised, 2, face=face)
+
+
+def _kept(context: RankContext, *, low: bool) -> None:
+    """Two models alike, of which one keeps the graph of its backward, step by step."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    # Blocks that two ranks divide are packed by another operator than the rest.
+    pair = [shard_blocks(build(hidden=12), mp_policy=policy) for _ in range(2)]
+    optimizers = [optimizer_of(each.parameters()) for each in pair]
+    for step in range(2):
+        for model, create_graph in zip(pair, (True, False), strict=True):
+            loss_of(model, batch(step, context.rank)).backward(create_graph=create_graph)
+        for mine, other in zip(*(model.parameters() for model in pair), strict=True):
+            assert not mine.grad.requires_grad, "a sum over ranks is not differentiated"
+            assert torch.equal(whole(mine.grad), whole(other.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_backward_that_keeps_its_graph_reduces_as_any_other(*, low: bool) -> None:
+    on_ranks(_kept, 2, low=low)
