@@ -321,7 +321,7 @@ class Adapter:
         A full tensor, or a DTensor, which is put together when the case is judged. Side doors may
         hand out what the wrapper goes on changing: whoever keeps it must copy it.
         """
-        return {fqn: p.detach() for fqn, p in named_parameters(self.bare(w))}
+        return dict[str, Tensor](named_parameters(self.bare(w)))
 
     def full_gradients(self, w: Wrapped) -> dict[str, Tensor | None]:
         """FQN to gradient, full or a DTensor, on every rank; ``None`` where there is none."""
@@ -351,7 +351,7 @@ class Adapter:
         """What this rank stores: "parameters" and "optimizer", as plain local tensors."""
         state = [v for s in w.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
         return {
-            "parameters": [local(p.detach()) for p in self.bare(w).parameters()],
+            "parameters": [local(p).detach() for p in self.bare(w).parameters()],
             "optimizer": [local(v) for v in state if v.dim() > 0],
         }
 
@@ -456,7 +456,8 @@ def received(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_cpu(tensor: Tensor) -> Tensor:
     """A detached copy on CPU that later in-place changes do not reach."""
-    return tensor.detach().to("cpu", copy=True)
+    own = tensor.detach()
+    return own.clone() if own.is_cpu else own.to("cpu")  # `to` takes twice as long to copy
 
 
 @contextmanager

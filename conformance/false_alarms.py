@@ -12,6 +12,11 @@ not enough time for all of it.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from conformance.cli.interrupt import leave_with
+
+    leave_with("conformance.false_alarms")
+
 import argparse
 import multiprocessing
 import os
@@ -322,8 +327,3 @@ def _show(run: Done) -> None:
     for alarm in run.alarms:
         sys.stdout.write(f"  {alarm['sentence']}\n  {alarm['repro']}\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    with leaving_on_signals():
-        raise SystemExit(main())

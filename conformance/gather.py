@@ -127,7 +127,8 @@ def _held(key: str, value: Any, known: _Ranks) -> Any:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    own = tensor.detach()
+    return own.clone() if own.is_cpu else own.to("cpu")  # `to` takes twice as long to copy
 
 
 def _only_cut(tensor: DTensor) -> tuple[int, int] | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -79,6 +79,30 @@ class Observation:
     moment: tuple[int, int]
 
 
+class _Unread(Observation):
+    """An observation that was read back; its value is restored when it is first asked for.
+
+    Checks ask for three in five: most others tell the cause of a number that is wrong.
+    """
+
+    restore: Callable[[], Any]
+    ranks: frozenset[int]
+    """Those with pieces of the tensors of which this one has a piece."""
+
+    @classmethod
+    def of(cls, **fields: Any) -> _Unread:
+        """Made of what stands in the place of `value` and of all other fields."""
+        unread = object.__new__(cls)  # an observation that is called has its value at once
+        vars(unread).update(fields)
+        return unread
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "value":
+            raise AttributeError(name)
+        value = vars(self)["value"] = self.restore()
+        return value
+
+
 class HistoryWriter:
     """Writes one rank's history. Lines are flushed at once, what has dimensions with its phase."""
 
@@ -92,7 +116,8 @@ class HistoryWriter:
             stale.unlink()  # of a run that was broken off: lines of this one would find them
         self._directory, self._rank = directory, rank
         self._virtual = bool(header.get("virtual"))
-        self._tensors: dict[str, list[Tensor]] = {}  # dtype -> flat tensors
+        self._named: dict[str, list[Tensor]] = {}  # dtype -> flat tensors of one observation
+        self._tensors: dict[str, list[Tensor]] = {}  # dtype -> flat copies, one an observation
         self._used: dict[str, int] = {}  # dtype -> elements
         self._lines: TextIO = (directory / f"rank{rank}.jsonl").open("w")
         self._phase = -1
@@ -133,9 +158,15 @@ class HistoryWriter:
         """
         moment = (self._phase, self._position)
         self._position += 1
-        stored = {str(k): self._store(v) for k, v in value.items()} if _is_tree(value) else None
         line = {"kind": "observation", "what": what, "where": where, "moment": moment}
-        line |= {"tree": stored} if stored is not None else {"value": self._store(value)}
+        with torch.no_grad():
+            if _is_tree(value):
+                line["tree"] = {str(k): self._store(v) for k, v in value.items()}
+            else:
+                line["value"] = self._store(value)
+            for dtype, flat in self._named.items():  # whoever handed them out goes on with them
+                self._tensors.setdefault(dtype, []).append(torch.cat(flat))  # a copy, even of one
+        self._named.clear()
         self._line(line)
 
     def skip(self) -> None:
@@ -176,7 +207,8 @@ class HistoryWriter:
         # writes or reads, and a history has thousands of small ones
         dtype = str(value.dtype).removeprefix("torch.")
         offset = self._used.setdefault(dtype, 0)
-        self._tensors.setdefault(dtype, []).append(value.detach().to("cpu", copy=True).reshape(-1))
+        here = value if value.is_cpu else value.to("cpu")
+        self._named.setdefault(dtype, []).append(here.reshape(-1))
         self._used[dtype] = offset + value.numel()
         return {"tensor": dtype, "offset": offset, "shape": list(value.shape)}
 
@@ -194,7 +226,8 @@ def _is_tree(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # `dumps` would make one at every call
+# `dumps` would make one at every call; to look for values that hold themselves takes a quarter
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
 
 def _dumps(content: Mapping[str, Any]) -> str:
@@ -345,8 +378,8 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
     path = directory / f"rank{rank}.jsonl"
     if not path.exists():
         return RankHistory(rank=rank)
-    of_all = _loaded(_tensor_path(directory, rank, None))
-    of_phases: dict[int, Mapping[str, Tensor]] = {}
+    of_all = _tensors_in(_tensor_path(directory, rank, None))
+    of_phases: dict[int, Tensors | None] = {}
     header: dict[str, Any] = {}
     phases: dict[int, Phase] = {}
     observations: list[Observation] = []
@@ -372,7 +405,7 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
         else:
             phase = line["moment"][0]
             if phase not in of_phases:
-                of_phases[phase] = of_all or _loaded(_tensor_path(directory, rank, phase))
+                of_phases[phase] = of_all or _tensors_in(_tensor_path(directory, rank, phase))
             seen = _observation(line, of_phases[phase])
             if seen is not None:
                 observations.append(seen)
@@ -385,8 +418,12 @@ def _read_rank(directory: Path, rank: int) -> RankHistory:
     )
 
 
-def _loaded(path: Path) -> Mapping[str, Tensor]:
-    return load_file(str(path)) if path.exists() else {}
+Tensors = Callable[[], Mapping[str, Tensor]]
+
+
+def _tensors_in(path: Path) -> Tensors | None:
+    """What a file holds, read once it is asked for; ``None`` if there is no such file."""
+    return cache(partial(load_file, str(path))) if path.exists() else None
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
@@ -411,34 +448,40 @@ def _whole(lines: Iterable[str], decoder: json.JSONDecoder) -> Iterator[dict[str
             return
 
 
-def _observation(line: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Observation | None:
+def _observation(line: Mapping[str, Any], tensors: Tensors | None) -> Observation | None:
     """The observation of one line; ``None`` if its tensors were lost with a killed rank."""
-
-    def restore(stored: Mapping[str, Any]) -> Any:
-        if "dtype" in stored:
-            number = stored["json"]
-            # as words alone stood there what is not finite in files of earlier versions
-            value = float(number) if isinstance(number, str) else number
-            return torch.tensor(value, dtype=getattr(torch, stored["dtype"]))
-        if "tensor" not in stored:
-            return stored["json"]
-        shape, offset = stored["shape"], stored["offset"]
-        flat = tensors[stored["tensor"]].narrow(0, offset, math.prod(shape))
-        tensor = flat if len(shape) == 1 else flat.view(shape)
-        if "whole" not in stored:
-            return tensor
-        return Cut(tensor, tuple(stored["whole"]), stored["dim"], tuple(stored["ranks"]))
-
-    try:
-        value = (
-            {key: restore(item) for key, item in line["tree"].items()}
-            if "tree" in line
-            else restore(line["value"])
-        )
-    except KeyError:
+    stored = line["tree"].values() if "tree" in line else (line["value"],)
+    if tensors is None and any("tensor" in one for one in stored):
         return None
-    moment = (int(line["moment"][0]), int(line["moment"][1]))
-    return Observation(what=line["what"], where=line["where"], value=value, moment=moment)
+    return _Unread.of(
+        what=line["what"],
+        where=line["where"],
+        moment=(int(line["moment"][0]), int(line["moment"][1])),
+        restore=partial(_value, line, tensors or dict),
+        ranks=frozenset([rank for one in stored if "whole" in one for rank in one["ranks"]]),
+    )
+
+
+def _value(line: Mapping[str, Any], tensors: Tensors) -> Any:
+    if "tree" not in line:
+        return _restored(line["value"], tensors)
+    return {key: _restored(one, tensors) for key, one in line["tree"].items()}
+
+
+def _restored(stored: Mapping[str, Any], tensors: Tensors) -> Any:
+    if "dtype" in stored:
+        number = stored["json"]
+        # as words alone stood there what is not finite in files of earlier versions
+        value = float(number) if isinstance(number, str) else number
+        return torch.tensor(value, dtype=getattr(torch, stored["dtype"]))
+    if "tensor" not in stored:
+        return stored["json"]
+    shape, offset = stored["shape"], stored["offset"]
+    flat = tensors()[stored["tensor"]].narrow(0, offset, math.prod(shape))
+    tensor = flat if len(shape) == 1 else flat.view(shape)
+    if "whole" not in stored:
+        return tensor
+    return Cut(tensor, tuple(stored["whole"]), stored["dim"], tuple(stored["ranks"]))
 
 
 Wholes = dict[tuple[Any, ...], Tensor]  # by what the ranks of a tensor have in common
@@ -451,37 +494,45 @@ def _put_together(ranks: Sequence[RankHistory]) -> tuple[RankHistory, ...]:
         replace(
             own,
             observations=tuple(
-                seen
-                for each in own.observations
-                if (seen := _with_wholes(each, ranks, found)) is not None
+                whole
+                for seen in own.observations
+                if (whole := _joined(seen, ranks, found)) is not None
             ),
         )
         for own in ranks
     )
 
 
-def _with_wholes(
-    seen: Observation, ranks: Sequence[RankHistory], found: Wholes
-) -> Observation | None:
+def _joined(seen: Observation, ranks: Sequence[RankHistory], found: Wholes) -> Observation | None:
     """`seen` with the whole of each tensor that is cut; ``None`` if a rank has not observed it."""
-    tree = seen.value if _is_tree(seen.value) else {}
-    cuts = {key: value for key, value in tree.items() if isinstance(value, Cut)}
-    if not cuts:
+    if not isinstance(seen, _Unread) or not seen.ranks:
         return seen
-    others: dict[int, Mapping[str, Any]] = {}
-    for rank in {rank for cut in cuts.values() for rank in cut.ranks}:
+    others: dict[int, Observation] = {}
+    for rank in seen.ranks:
         other = ranks[rank].find(seen.what, seen.where) if rank < len(ranks) else None
         if other is None:
             return None
-        others[rank] = other.value
+        others[rank] = other
+    return _Unread.of(
+        what=seen.what,
+        where=seen.where,
+        moment=seen.moment,
+        restore=partial(_with_wholes, seen, others, found),
+        ranks=seen.ranks,
+    )
+
+
+def _with_wholes(seen: Observation, others: Mapping[int, Observation], found: Wholes) -> Tree:
+    """The value of `seen` with the whole of each tensor of which `others` hold pieces."""
     place = (seen.what, frozenset(seen.where.items()))
     wholes: Tree = {}
-    for key, cut in cuts.items():
-        common = (*place, key, cut[1:], cut.piece.dtype)
-        if common not in found:
-            found[common] = cut.joined([others[rank].get(key) for rank in cut.ranks])
-        wholes[key] = found[common]
-    return replace(seen, value={**tree, **wholes})
+    for key, cut in seen.value.items():
+        if isinstance(cut, Cut):
+            common = (*place, key, cut[1:], cut.piece.dtype)
+            if common not in found:
+                found[common] = cut.joined([others[rank].value.get(key) for rank in cut.ranks])
+            wholes[key] = found[common]
+    return {**seen.value, **wholes}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:

@@ -8,6 +8,11 @@ nothing: `fsdp-conformance selftest` measures that the mutants are killed.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from conformance.cli.interrupt import leave_with
+
+    leave_with("conformance.kills")
+
 import argparse
 import json
 import tomllib
@@ -185,7 +190,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text)
     PAGE.write_text(text, encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

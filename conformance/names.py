@@ -1,13 +1,19 @@
-"""The short lists of names that a user types, with what each means.
+"""The names that a user types: short lists with what each means, and what is registered.
 
-Must not import torch, nor a module that does: a name that is misspelt is told at once.
+Must not import torch, nor a module that does: a name that is misspelt is told at once. Checks,
+models and mutants are registered by modules that need torch, so their names are read from the text
+of these modules.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from conformance.errors import unknown
 
@@ -95,3 +101,34 @@ BASELINES: Mapping[str, Baseline] = {
     "ddp": Baseline(program="run_baseline", cannot=frozenset({"two_forwards"}), job_by_job=True),
 }
 """By name: all ranks in one process, or DDP on the ranks of the run for what one cannot train."""
+
+
+def check_ids() -> frozenset[str]:
+    """The ids of all checks."""
+    return _written("conformance.checks", r'^(?:@check\(|_REGISTER\[)\s*"(.+?)"')
+
+
+def model_names() -> frozenset[str]:
+    """The names of all model cases but drawn ones."""
+    return _written("conformance.models", r'^NAME = "(.+)"')
+
+
+def mutant_names() -> frozenset[str]:
+    """The names of all mutants."""
+    classes = _written("conformance.mutants", r"^@mutant\((?:.*\n)+?class (\w+)")
+    return frozenset(map(snake_case, classes))
+
+
+def snake_case(name: str) -> str:
+    """A class's name as that of what it is registered as: ``LastStepLost``, ``last_step_lost``."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+@cache
+def _written(package: str, pattern: str) -> frozenset[str]:
+    """What `pattern` finds in the modules of a package of this suite, which is not imported."""
+    spec = find_spec(package)
+    folders = (spec and spec.submodule_search_locations) or ()
+    modules = (module for folder in folders for module in Path(folder).glob("*.py"))
+    texts = (module.read_text(encoding="utf-8") for module in modules)
+    return frozenset(name for text in texts for name in re.findall(pattern, text, re.MULTILINE))

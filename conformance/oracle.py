@@ -170,6 +170,7 @@ class VirtualRanks(InMemory):
     def backward(self, w: Wrapped, loss: Any) -> None:
         """Accumulate every rank's gradient, then set ``.grad`` to what reduction would leave."""
         parameters = w.native.trainable
+        low = self.precision.lowers  # rounds what waits, and at each reduction
         for rank in range(self.world):
             with self._computing(w):  # a part may be computed again
                 own = torch.autograd.grad(loss.values[rank], parameters, allow_unused=True)
@@ -178,13 +179,13 @@ class VirtualRanks(InMemory):
             w.native.gradients[rank] = [
                 add(old, new) for old, new in zip(w.native.gradients[rank], fresh, strict=True)
             ]
-            w.native.waiting[rank] = [
-                self._added(old, new) for old, new in zip(w.native.waiting[rank], own, strict=True)
-            ]
-        if self.precision.lowers and not w.native.reduces:
+            if low:
+                w.native.waiting[rank] = [
+                    self._added(old, new)
+                    for old, new in zip(w.native.waiting[rank], own, strict=True)
+                ]
+        if not w.native.reduces:
             return
-        # a low dtype rounds at each reduction; without one it makes no difference how often
-        low = self.precision.lowers
         reduced = self.reduced(w, w.native.waiting if low else w.native.gradients)
         for parameter, gradient in zip(parameters, reduced, strict=True):
             parameter.grad = add(parameter.grad, gradient) if low else gradient
@@ -230,9 +231,10 @@ class VirtualRanks(InMemory):
         total: Tensor | None = None
         for part in parts:
             total = add(total, part)
-        if total is None or self.conventions.gradients == "sum":
-            return total
-        return total / self.world
+        if total is None:
+            return None
+        # never a rank's own gradient, which clipping would then change
+        return total.clone() if self.conventions.gradients == "sum" else total / self.world
 
     def zero_grad(self, w: Wrapped) -> None:
         """Drop the reduced gradients and every rank's own."""
@@ -250,21 +252,16 @@ class VirtualRanks(InMemory):
 
     def full_parameters(self, w: Wrapped) -> dict[str, Tensor]:
         """See `Adapter`; names are known, and nothing is cut."""
-        return {fqn: to_cpu(parameter) for fqn, parameter in w.native.named}
+        return dict[str, Tensor](w.native.named)
 
     def full_gradients(self, w: Wrapped) -> dict[str, Tensor | None]:
         """As above."""
-        gradients = ((fqn, parameter.grad) for fqn, parameter in w.native.named)
-        return {fqn: None if own is None else to_cpu(own) for fqn, own in gradients}
+        return {fqn: parameter.grad for fqn, parameter in w.native.named}
 
     def full_optimizer_state(self, w: Wrapped) -> dict[str, dict[str, Any]]:
         """As above."""
         states = ((fqn, w.optimizer.state.get(parameter)) for fqn, parameter in w.native.named)
-        return {
-            fqn: {key: to_cpu(v) if isinstance(v, Tensor) else v for key, v in state.items()}
-            for fqn, state in states
-            if state is not None
-        }
+        return {fqn: dict(state) for fqn, state in states if state is not None}
 
     def buffers(self, w: Wrapped) -> Any:
         """Every rank's buffers."""
@@ -383,7 +380,10 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def by_fqn(module: nn.Module, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """FQN to gradient on CPU, of `module`'s trainable parameters that have one."""
+    """FQN to gradient on CPU, of `module`'s trainable parameters that have one.
+
+    Not a copy if it is there: nothing changes a rank's gradient in place.
+    """
     return _named(trainable(module), named_parameters(module), gradients)
 
 
@@ -399,7 +399,7 @@ def _named(
 ) -> dict[str, Tensor]:
     by_id = {id(p): g for p, g in zip(parameters, gradients, strict=True)}
     found = {fqn: by_id.get(id(p)) for fqn, p in named}
-    return {fqn: to_cpu(g) for fqn, g in found.items() if g is not None}
+    return {fqn: g.detach().to("cpu") for fqn, g in found.items() if g is not None}
 
 
 def with_declared_zeros(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -63,7 +64,7 @@ class OracleWatch(Watch):
     """
 
     of_rank: Any = None
-    last_micro: Any = None
+    last_micro: dict[str, Tensor] = field(default_factory=dict)
     of_micro: list[Any] = field(default_factory=list)
     weights: list[Tensor] | None = None
     doubled: dict[str, Tensor] = field(default_factory=dict)
@@ -75,13 +76,13 @@ class OracleWatch(Watch):
         if moment == "backward" and self.run.case.accumulation > 1:
             if self.step == 0:
                 self.of_micro.append(truth.newest_gradients(self.wrapped))
-            newest = truth.reduced_last_micro(self.wrapped)
+            self.last_micro = newest = truth.reduced_last_micro(self.wrapped)
             before = {fqn: 2 * gradient for fqn, gradient in self.doubled.items()}
             added = {k: newest[k] + before[k] if k in before else newest[k] for k in newest}
             self.doubled = {**before, **added}
         if moment == "gradients":
             self.of_rank = truth.rank_gradients(self.wrapped)
-            self.last_micro = truth.reduced_last_micro(self.wrapped)
+            self.last_micro = self.last_micro or truth.reduced_last_micro(self.wrapped)
             self.weights = _copies(self.run.adapter.bare(self.wrapped))
 
 
@@ -216,19 +217,16 @@ class OracleRun(Run):
         """
         if self._before is None:
             return
-        truth = cast(Truth, self.adapter)
-        stale = copied(self.adapter.bare(w))
-        now = _copies(stale)
-        with torch.no_grad(), torch.random.fork_rng():
-            _overwrite(stale.parameters(), self._before)
+        truth, module = cast(Truth, self.adapter), self.adapter.bare(w)
+        with torch.no_grad(), torch.random.fork_rng(), kept(module) as now:
+            _set(module, self._before)
             for micro, batch in enumerate(self.micro_batches(step)):
-                losses = truth.losses_of(stale, batch, self.model.loss)
+                losses = truth.losses_of(module, batch, self.model.loss)
                 self.writer.write("stale_loss", losses, step=step, micro=micro)
-            units = positions_of_units(stale, self.model.units) if step == 1 else {}
+            units = positions_of_units(module, self.model.units) if step == 1 else {}
             for unit, inside in units.items() if len(units) > 1 else ():
-                mixed = [self._before[i] if i in inside else now[i] for i in range(len(now))]
-                _overwrite(stale.parameters(), mixed)
-                losses = truth.losses_of(stale, self.batch(step, 0), self.model.loss)
+                _set(module, [self._before[i] if i in inside else own for i, own in enumerate(now)])
+                losses = truth.losses_of(module, self.batch(step, 0), self.model.loss)
                 self.writer.write("stale_loss_of_unit", losses, step=step, micro=0, unit=unit)
 
     def _losses_in_full(self, w: Wrapped) -> None:
@@ -242,9 +240,8 @@ class OracleRun(Run):
 
     def _big_batch(self, w: Wrapped) -> dict[str, Tensor | None]:
         """Reduced gradient of one batch that holds all micro-batches of the step."""
-        module = copied(self.adapter.bare(w))
-        truth = cast(Truth, self.adapter)
-        with torch.random.fork_rng():
+        truth, module = cast(Truth, self.adapter), self.adapter.bare(w)
+        with torch.random.fork_rng(), kept(module):
             reduced = truth.big_batch(w, module, self.micro_batches(0), self.model.loss)
         by_id = {id(p): g for p, g in zip(trainable(module), reduced, strict=True)}
         return {
@@ -265,9 +262,34 @@ def positions_of_units(
     return found
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """A deep copy."""
-    return copy.deepcopy(module, _copies_known(module))
+@contextmanager
+def kept(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Gives the values of the parameters; `module` has them and its buffers again afterwards.
+
+    Inside, passes change copies of the buffers, and parameters may be given other values.
+    """
+    values = [(parameter, parameter.data) for parameter in module.parameters()]
+    buffers = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    for owner, name, buffer in buffers:
+        owner._buffers[name] = buffer.clone()
+    try:
+        yield [own for _, own in values]
+    finally:
+        for parameter, own in values:
+            parameter.data = own
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer
+
+
+def _set(module: nn.Module, values: Iterable[Tensor]) -> None:
+    """Give the parameters these values, without a copy."""
+    for parameter, value in zip(module.parameters(), values, strict=True):
+        parameter.data = value
 
 
 def _copied_pair(w: Wrapped, before: list[Tensor] | None) -> tuple[Wrapped, list[Tensor] | None]:
@@ -294,8 +316,3 @@ def _copies_known(module: nn.Module) -> dict[int, Any]:
 
 def _copies(module: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-def _overwrite(parameters: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)

@@ -22,9 +22,10 @@ PRELOAD = (
 """Imported once, before ranks are forked. The first optimizer of a process imports dynamo, which
 alone would cost every fresh rank two seconds, and a wrapper's own modules a quarter of one."""
 
-COLLECT_AFTER = 50_000
-"""Objects after which garbage is looked for, instead of Python's 700. Millions are made that stay,
-and hardly a cycle: to look for them took an eighth of the imports and of judging."""
+COLLECT_AFTER = 1_000_000
+"""Objects after which garbage is looked for, instead of Python's 700. Half of them are made by
+imports and stay, and there is hardly a cycle: to look for them took an eighth of the imports and of
+judging."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from conformance import execute, models
-from conformance.adapter import Conventions
+from conformance.adapter import Adapter, Conventions
 from conformance.case import Case
 from conformance.checks import Check
 from conformance.checks.registry import TRAINING
@@ -78,6 +78,7 @@ class Session:
         """
         self.setting = setting
         self.jobs = jobs
+        self._adapters: dict[Subject, Adapter] = {}
         self._local = threading.local()
         self._pools: list[RankPool] = []
         self._lock = threading.Lock()
@@ -135,7 +136,7 @@ class Session:
         directory: Path,
         timeout: float | None,
     ) -> None:
-        adapter, setting = subject.make(), self.setting
+        adapter, setting = self._adapter(subject), self.setting
         stored = Stored(
             subject=subject,
             case=str(case),
@@ -157,6 +158,12 @@ class Session:
             stored = replace(stored, oracle=str(oracle.relative_to(setting.directory)))
             stored = self._jobs(stored, directory, timeout or setting.timeout)
         stored.write(directory)
+
+    def _adapter(self, subject: Subject) -> Adapter:
+        """What says the claims and conventions of `subject`; made once, as that takes a while."""
+        if subject not in self._adapters:
+            self._adapters[subject] = subject.make()
+        return self._adapters[subject]
 
     def beyond(self, case: Case) -> str:
         """Why this machine cannot run a case; empty if it can."""

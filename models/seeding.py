@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ def _cpu_float32() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"):
+        # a context takes part in every call of torch's, of which a model's build has hundreds
+        there = torch.get_default_device().type == "cpu"
+        with nullcontext() if there else torch.device("cpu"):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -79,9 +82,15 @@ def regression(random: torch.Generator, *shape: int, outputs: int) -> tuple[Tens
         the inputs, the same one in every batch.
     """
     inputs = torch.randn(*shape, generator=random)
-    with drawing("teacher", shape[-1], outputs) as fixed:
-        teacher = torch.randn(shape[-1], outputs, generator=fixed)  # the same at every call
+    teacher = _teacher(shape[-1], outputs)
     return inputs, 0.3 * torch.tanh(inputs @ teacher) + torch.linspace(2.0, 1.0, outputs)
+
+
+@lru_cache
+def _teacher(features: int, outputs: int) -> Tensor:
+    """(features, outputs), the same at every call; nobody changes it."""
+    with drawing("teacher", features, outputs) as random:
+        return torch.randn(features, outputs, generator=random)
 
 
 def squared_error(prediction: Tensor, target: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from inspect import Parameter, getattr_static, signature
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -187,7 +187,8 @@ def _check_signatures(name: str, adapter: Adapter) -> None:
         held = getattr_static(adapter, verb)
         if not callable(held) and not hasattr(type(held), "__get__"):
             raise _wrong(name, verb, held, "a method")
-        if not isinstance(held, METHODS):  # a property may give what is made in build
+        if not isinstance(held, METHODS):
+            _check_getter(name, adapter, verb, held)
             continue
         own: Any = getattr(adapter, verb)
         if verb == "no_sync" and inspect.isgeneratorfunction(own):
@@ -201,10 +202,22 @@ def _check_signatures(name: str, adapter: Adapter) -> None:
         misfit = _misfit(own.__func__ if bound else own, places, by_name)
         if misfit:
             taken, error = misfit
-            plain = [p.replace(annotation=p.empty) for p in taken.parameters.values()]
-            mine = taken.replace(parameters=plain, return_annotation=taken.empty)
             call = ", ".join([*places, *(f"{keyword}=..." for keyword in by_name)])
-            raise UsageError(f"adapter {name!r}: {verb}{mine} is called as {verb}({call}): {error}")
+            raise UsageError(
+                f"adapter {name!r}: {verb}{_plain(taken)} is called as {verb}({call}): {error}"
+            )
+
+
+def _check_getter(name: str, adapter: Adapter, verb: str, held: object) -> None:
+    """See that a property, which may give what is made in build, is no method by its arguments."""
+    getter = held.func if isinstance(held, cached_property) else getattr(held, "fget", None)
+    misfit = _misfit(getter, ["self"], []) if getter else None
+    if misfit:
+        own = f"{type(adapter).__name__}.{verb}"
+        raise UsageError(
+            f"adapter {name!r}: {own}{_plain(misfit[0])} is a property, which is given self alone:"
+            f" make it a method, without @{type(held).__name__}"
+        )
 
 
 def _misfit(
@@ -224,6 +237,12 @@ def _misfit(
         else:
             return None
     return misfits[0]
+
+
+def _plain(taken: inspect.Signature) -> inspect.Signature:
+    """The same without annotations."""
+    plain = [p.replace(annotation=p.empty) for p in taken.parameters.values()]
+    return taken.replace(parameters=plain, return_annotation=taken.empty)
 
 
 @cache

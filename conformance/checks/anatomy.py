@@ -22,18 +22,25 @@ class Anatomy:
         tied: groups of names of one parameter, the first registered name first.
         frozen: names of parameters that do not require gradients.
         buffer_bytes: of all buffers together.
+        saved: keys of its state: without buffers that are not persistent.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: tuple[tuple[str, ...], ...]
     frozen: frozenset[str]
     buffer_bytes: int
+    saved: frozenset[str]
 
     @property
     def distinct(self) -> list[str]:
         """One name of every parameter."""
         again = {name for group in self.tied for name in group[1:]}
         return [name for name in self.shapes if name not in again]
+
+    @property
+    def firsts(self) -> dict[str, str]:
+        """Every name of a tied parameter to its first."""
+        return {name: group[0] for group in self.tied for name in group}
 
     def numel(self, name: str) -> int:
         """Elements of one parameter."""
@@ -62,4 +69,5 @@ def anatomy(model: ModelCase) -> Anatomy:
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         frozen=frozenset(frozen),
         buffer_bytes=sum(buffer.nbytes for buffer in built.buffers()),
+        saved=frozenset(built.state_dict()),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from conformance.case import Case
 from conformance.causes import MEANING, Cause
+from conformance.checks.anatomy import anatomy
 from conformance.checks.evidence import Evidence, Ledger, compare_trees, place
 from conformance.checks.loaded import (
     one_sided_state,
@@ -147,7 +148,7 @@ def state_dict_bare_load(evidence: Evidence, ledger: Ledger) -> None:
 @check("resume.model", profile="checkpoint", scenarios=LOADED)
 def resume_model(evidence: Evidence, ledger: Ledger) -> None:
     """After the load parameters and buffers are those that were saved, bit for bit."""
-    saveable = evidence.model.build().state_dict().keys()  # without non-persistent buffers
+    saved_keys = anatomy(evidence.model).saved
     for rank in range(evidence.world):
         for what in ("parameters", "buffers"):
             for seen in evidence.expected(f"loaded_{what}", rank):
@@ -156,7 +157,7 @@ def resume_model(evidence: Evidence, ledger: Ledger) -> None:
                 source = evidence.saver if what == "buffers" else evidence.history
                 name, where = when_saved(what, seen.where)
                 saved = [source.get(owner, name, **where) for owner in owners]
-                trees = [{k: v for k, v in t.items() if k in saveable} for t in (got, *saved)]
+                trees = [{k: v for k, v in t.items() if k in saved_keys} for t in (got, *saved)]
                 _compare_loaded(evidence, ledger, seen, trees[0], trees[1:], rank)
 
 

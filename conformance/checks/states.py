@@ -12,6 +12,7 @@ from typing import Any
 
 from conformance.case import Case
 from conformance.causes import Cause
+from conformance.checks.anatomy import anatomy
 from conformance.checks.boxes import box, compare_coverage, compare_piece, hold_count
 from conformance.checks.evidence import Evidence, Ledger
 from conformance.checks.names import one_sided
@@ -22,7 +23,7 @@ from conformance.explain import Suspect
 from conformance.history import Observation, as_tensor
 from conformance.models import ModelCase
 from conformance.report.words import number
-from conformance.scenarios.states import Piece, first_names, named_pieces
+from conformance.scenarios.states import Piece, named_pieces
 
 CHECKPOINT = frozenset({"checkpoint"})
 
@@ -57,7 +58,8 @@ def _compare_elements(evidence: Evidence, ledger: Ledger) -> None:
     """All ranks' local states together hold each parameter's elements once per replica."""
     if evidence.world == evidence.replicas:
         return  # nothing is cut
-    due = evidence.replicas * sum(p.numel() for p in evidence.model.build().parameters())
+    parts = anatomy(evidence.model)
+    due = evidence.replicas * sum(parts.numel(name) for name in parts.distinct)
     seen = evidence.expected("model_state_elements")[0]
     ranks = range(evidence.world)
     counts = [int(evidence.history.get(rank, "model_state_elements")) for rank in ranks]
@@ -69,7 +71,7 @@ def optim_state_keys(evidence: Evidence, ledger: Ledger) -> None:
     """The optimizer state has the state of each parameter that has any, under its name."""
     for rank, seen, due in _optimizer_states(evidence, ledger):
         got = evidence.history.get(rank, "optim_state_layout")
-        firsts = first_names(evidence.model.build())
+        firsts = anatomy(evidence.model).firsts
         found = {_first(key, firsts) for key in got}
         for key in [*sorted(got), *sorted(due.keys() - found)]:
             if _first(key, firsts) in due and key in got:
@@ -100,7 +102,7 @@ def _optimizer_states(
     Nothing of a rank that was to get none, nor of a state in a form of the wrapper's own.
     """
     alone = evidence.case.option("kind") == "full" and evidence.case.option("options") == "explicit"
-    firsts = first_names(evidence.model.build())
+    firsts = anatomy(evidence.model).firsts
     for rank in range(evidence.world):
         for seen in evidence.expected("optim_state_layout", rank):
             if not evidence.history.get(rank, "optim_state_known"):
@@ -125,7 +127,7 @@ def _optimizer_states(
 @check("optim_state.values", profile="checkpoint", scenarios=CHECKPOINT, applies=by_name)
 def optim_state_values(evidence: Evidence, ledger: Ledger) -> None:
     """What the optimizer state holds, whole or in pieces, is what the optimizer held."""
-    firsts = first_names(evidence.model.build())
+    firsts = anatomy(evidence.model).firsts
     judged: Mapping[str, Any] = {}
     for rank, seen, due in _optimizer_states(evidence, ledger):
         judged = due

@@ -5,6 +5,8 @@ Wrong usage is one line and status 64, whether the option parser or the suite fi
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -218,6 +220,8 @@ def main() -> None:
     # as `python -m` does: adapters of the working directory can be named
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
+    # the interpreter would look for garbage among all that torch has made, several times: a second
+    atexit.register(gc.freeze)
     with leaving_on_signals():
         sys.exit(_status())
 

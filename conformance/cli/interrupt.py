@@ -6,6 +6,7 @@ Knows signals and what must be in order when a process ends at once. Must not im
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from conformance.room import remove_folders
 
@@ -52,6 +53,16 @@ def leaving_on_signals() -> Iterator[None]:
     finally:
         for number in heard:
             signal.signal(number, before[number])
+
+
+def leave_with(module: str) -> NoReturn:
+    """Leave this process with what ``main()`` of a module returns, or on a signal of `ENDING`.
+
+    A module that takes seconds to import begins with this where it is run with ``python -m``, so
+    that an interrupt is told in one line from the first second on.
+    """
+    with leaving_on_signals():
+        raise SystemExit(importlib.import_module(module).main())
 
 
 @contextmanager

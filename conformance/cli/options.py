@@ -1,13 +1,13 @@
 """The options of the commands: what they are called, and what is refused while the line is read.
 
-A value that can be judged without torch is judged here, so that a slip is told at once. Checks,
-models, variants, cases and mutants are known to the suite itself, and the commands' own work looks
-at them. Must not import torch.
+A value that can be judged without torch is judged here, so that a slip is told at once. Variants
+and what else a case consists of are known to adapters and to the plan of a run, and the commands'
+own work looks at them. Must not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +17,16 @@ from conformance.adapters import place_of
 from conformance.case import Case
 from conformance.errors import UsageError, unknown
 from conformance.expectations import read_expectations
+from conformance.globs import matches
 from conformance.machine import check_world
-from conformance.names import BASELINES, PROFILES, depth_named
+from conformance.names import (
+    BASELINES,
+    PROFILES,
+    check_ids,
+    depth_named,
+    model_names,
+    mutant_names,
+)
 from conformance.releases import profile_named
 from conformance.report.lines import LOG_NAME, LogError, header_of
 from conformance.verdicts import parse_finding_id
@@ -120,6 +128,28 @@ def is_baseline(name: str) -> None:
     """
     if name not in BASELINES:
         raise unknown("baseline", name, BASELINES)
+
+
+def matching(kind: str, known: Callable[[], Collection[str]]) -> Callable[[str], None]:
+    """A check of a pattern: refuses what matches none of the names of a kind."""
+
+    def check(pattern: str) -> None:
+        if not any(matches(name, pattern) for name in known()):
+            raise unknown(kind, pattern, known(), listed=f"{kind}s", patterns=True)
+
+    return check
+
+
+def _is_mutant(name: str) -> None:
+    if name not in mutant_names():
+        raise unknown("mutant", name, mutant_names(), listed="mutants")
+
+
+def _of_a_model(case: str) -> None:
+    """Refuse a pattern of cases that begins with the name of a model that there is not."""
+    model, slash, _ = case.partition("/")
+    if slash and not {"*", "?"} & set(model) and model not in model_names():
+        raise unknown("model", model, model_names(), where=f"of --case {case!r}", listed="models")
 
 
 def _is_finding(id: str) -> None:
@@ -233,17 +263,28 @@ Profiles = Annotated[
 Checks = Annotated[
     list[str] | None,
     typer.Option(
-        "--check", metavar="PATTERN", help="Pattern of checks, such as 'clip.*'; repeatable."
+        "--check",
+        metavar="PATTERN",
+        help="Pattern of checks, such as 'clip.*'; repeatable.",
+        callback=checked(matching("check", check_ids)),
     ),
 ]
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", metavar="PATTERN", help="Pattern of models; repeatable."),
+    typer.Option(
+        "--model",
+        metavar="PATTERN",
+        help="Pattern of models; repeatable.",
+        callback=checked(matching("model", model_names)),
+    ),
 ]
 Cases = Annotated[
     list[str] | None,
     typer.Option(
-        "--case", metavar="PATTERN", help="Pattern of cases, such as '*/train/*'; repeatable."
+        "--case",
+        metavar="PATTERN",
+        help="Pattern of cases, such as '*/train/*'; repeatable.",
+        callback=checked(_of_a_model),
     ),
 ]
 Depth = Annotated[
@@ -315,11 +356,17 @@ Examples = Annotated[
         callback=at_least(1),
     ),
 ]
-Mutant = Annotated[str | None, typer.Option(metavar="NAME", help="A defect to plant first.")]
+Mutant = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A defect to plant first.", callback=checked(_is_mutant)),
+]
 Mutants = Annotated[
     list[str] | None,
     typer.Option(
-        "--mutant", metavar="PATTERN", help="Pattern of mutants; repeatable; all without it."
+        "--mutant",
+        metavar="PATTERN",
+        help="Pattern of mutants; repeatable; all without it.",
+        callback=checked(matching("mutant", mutant_names)),
     ),
 ]
 Page = Annotated[

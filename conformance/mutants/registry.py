@@ -13,6 +13,7 @@ from typing import Literal
 from conformance.adapter import Adapter
 from conformance.causes import Cause
 from conformance.errors import unknown
+from conformance.names import snake_case
 from conformance.verdicts import Verdict
 
 
@@ -87,7 +88,7 @@ def mutant(  # noqa: PLR0913 - a row of the register, by name
     """Register a defect class; its name in snake case names the mutant."""
 
     def register(defect: type[Adapter]) -> type[Adapter]:
-        name = "".join(f"_{c.lower()}" if c.isupper() else c for c in defect.__name__).lstrip("_")
+        name = snake_case(defect.__name__)
         if name in MUTANTS:
             raise ValueError(f"mutant {name!r} is registered twice; rename one of the classes")
         MUTANTS[name] = Mutant(

@@ -40,7 +40,7 @@ _LAST_WORDS = 4.0
 
 
 def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
-    """Serve until the controller closes the channel or dies.
+    """Serve until the controller closes the channel or dies. Does not return.
 
     Args:
         channel_fd: stream socket for requests and answers.
@@ -55,10 +55,9 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
     try:
         with _compiler_cache_in(root):
             _import_all([*preload, "conformance.ranks.worker"])
-        gc.enable()
-        gc.collect()
         server.adopt_orphans()
         gc.freeze()  # the ranks' collections then neither visit nor copy what is shared
+        gc.enable()  # last: the first collection would visit all that is not frozen
         send(channel, pickle.dumps({"number": 0}))
         server.loop()
     except _ImportFailed as error:
@@ -69,6 +68,9 @@ def main(channel_fd: int, exits_fd: int, preload: list[str], root: str) -> None:
         server.kill_all()
         if not server.closed_in_order:
             shutil.rmtree(root, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # else torch takes its operators apart, and whoever closes this server waits for it
 
 
 @contextlib.contextmanager

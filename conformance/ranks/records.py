@@ -26,7 +26,8 @@ _SLOT = struct.Struct("<QddI")  # index + 1, entered, left (0.0: inside the call
 _MAGIC = b"RNG1"
 _HEADER_BYTES = 64
 _RING_BYTES = _HEADER_BYTES + SLOTS * SLOT_BYTES
-_as_json = json.JSONEncoder(separators=(",", ":")).encode  # `dumps` would make one at every call
+# `dumps` would make one at every call; to look for values that hold themselves takes a quarter
+_as_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 @dataclass(kw_only=True)

@@ -124,13 +124,13 @@ def _save(run: Run, w: Wrapped) -> Saved:
     state_kind = cast(StateKind, kind)
     explicit = run.case.option("options") == "explicit"
     cpu, rank0_only = explicit, explicit and kind == "full"
-    model = run.adapter.model_state(w, state_kind, cpu=cpu, rank0_only=rank0_only)
+    model = run.asked("model_state", w, state_kind, cpu=cpu, rank0_only=rank0_only)
     run.writer.write("model_state_layout", each(model, layout))
     if kind == "sharded":
         run.writer.write("model_state_pieces", each(model, content))
     elif kind == "local":
         run.writer.write("model_state_elements", each(model, sharded_elements))
-    optimizer = run.adapter.optim_state(w, state_kind, cpu=cpu, rank0_only=rank0_only)
+    optimizer = run.asked("optim_state", w, state_kind, cpu=cpu, rank0_only=rank0_only)
     if kind != "local":
         _write_optimizer(run, w, optimizer)
     return Saved(model=model, optimizer=optimizer)
@@ -169,7 +169,7 @@ def _load_again(run: Run, w: Wrapped, saved: Saved) -> None:
     """The second directory, or the full model state; the loss of one batch before and after."""
 
     def evaluate(index: int) -> None:
-        loss = run.adapter.evaluate(w, run.batch(99, 0), run.model.loss)
+        loss = run.asked("evaluate", w, run.batch(99, 0), run.model.loss)
         run.writer.write("eval_loss", loss, index=index)
 
     evaluate(BEFORE_LOAD)

@@ -130,7 +130,7 @@ def dropped_gradients(run: Run) -> None:
         w.observe = ignore  # the observer of the step before
         run.adapter.backward(w, run.adapter.forward(w, run.batch(98, 0), run.model.loss))
         with run.side_door():
-            run.writer.write("gradients_dropped", held(run.adapter.full_gradients(w)))
+            run.writer.write("gradients_dropped", held(run.asked("full_gradients", w)))
         with run.adapter.no_sync(w):
             run.adapter.backward(w, run.adapter.forward(w, run.batch(98, 1), run.model.loss))
         run.observe_unreduced(w)

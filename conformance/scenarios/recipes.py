@@ -110,7 +110,7 @@ def materialised(run: Run) -> None:
     with run.phase("step 0"):
         run.train_step(w, 0)
     with run.phase("save"):
-        state = run.adapter.model_state(w, "full")
+        state = run.asked("model_state", w, "full")
     with run.phase("build again"):
         fresh = run.build(meta=True)
     with run.phase("load"):
@@ -118,7 +118,7 @@ def materialised(run: Run) -> None:
         run.observe_parameters(fresh, "materialised_parameters", step=0)
         unsaved = unsaved_buffers(run.adapter.bare(fresh))
         buffers = each(
-            run.adapter.buffers(fresh),
+            run.asked("buffers", fresh),
             lambda own: {fqn: buffer for fqn, buffer in own.items() if fqn in unsaved},
         )
         run.writer.write("materialised_buffers", buffers, step=0)

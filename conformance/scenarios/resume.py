@@ -53,8 +53,8 @@ def resume(run: Run) -> None:
         if run.case.option("kind") == "save":
             run.adapter.save(w, run.scratch / "checkpoint")
         else:
-            model = run.adapter.model_state(w, "full")
-            run.carrier.put((model, run.adapter.optim_state(w, "full")))
+            model = run.asked("model_state", w, "full")
+            run.carrier.put((model, run.asked("optim_state", w, "full")))
 
 
 def resumed(run: Run) -> None:

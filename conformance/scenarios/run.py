@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +29,8 @@ from conformance.gather import held
 from conformance.history import flatten
 from conformance.models import ModelCase
 from conformance.optimizers import optimizer_named
+from conformance.per_rank import each
+from conformance.scenarios.returned import refuse_unless_due
 
 PERTURBATION = 0.25
 """By how much a fresh model's weights differ from the model's, before a checkpoint is loaded."""
@@ -205,8 +208,17 @@ class Run:
         wrapped = self._of_kind(Wrapped, "build", built, "module=..., optimizer=...")
         self.writer.write("remarks", list(wrapped.remarks))
         if self.recorder is not None:
-            self.recorder.name_modules(self.adapter.bare(wrapped))
+            self.recorder.name_modules(self.asked("bare", wrapped))
         return wrapped
+
+    def asked(self, verb: str, w: Wrapped, *given: Any, **options: Any) -> Any:
+        """What a verb of the adapter returns, if it is of the kind that is due."""
+        got = getattr(self.adapter, verb)(w, *given, **options)
+        self._refuse_unless_due(verb, got)
+        return got
+
+    def _refuse_unless_due(self, verb: str, got: object, at: str = "") -> None:
+        each(got, partial(refuse_unless_due, type(self.adapter).__name__, verb, at=at))
 
     def _of_kind(self, kind: type[Kind], verb: str, got: object, arguments: str) -> Kind:
         """What an adapter's verb returned, if it is of the kind that is due."""
@@ -240,6 +252,7 @@ class Run:
         result = self._of_kind(StepResult, "step", done, "losses=[...], grad_norm=...")
         self.mark(f"step {step}/after")
         for micro, loss in enumerate(result.losses):
+            self._refuse_unless_due("step", loss, at=f".losses[{micro}]")
             self.writer.write("loss", loss, step=step, micro=micro)
         self.observe_gradients(seen, step)
         if clip is not None:
@@ -277,26 +290,26 @@ class Run:
     def observe_state(self, w: Wrapped, step: int, *, prefix: str = "") -> None:
         """Parameters, optimizer state and buffers after `step`, through the side doors."""
         with self.side_door():
-            parameters = held(self.adapter.full_parameters(w))
-            state = held(flatten(self.adapter.full_optimizer_state(w)))
+            parameters = held(self.asked("full_parameters", w))
+            state = held(flatten(self.asked("full_optimizer_state", w)))
         self.writer.write(f"{prefix}parameters", parameters, step=step)
         self.writer.write(f"{prefix}optimizer_state", state, step=step)
-        self.writer.write(f"{prefix}hyperparameters", self.adapter.hyperparameters(w), step=step)
-        self.writer.write(f"{prefix}buffers", self.adapter.buffers(w), step=step)
+        self.writer.write(f"{prefix}hyperparameters", self.asked("hyperparameters", w), step=step)
+        self.writer.write(f"{prefix}buffers", self.asked("buffers", w), step=step)
 
     def observe_built(self, w: Wrapped) -> None:
         """Parameters and buffers before the first step."""
         self.observe_parameters(w, step=BUILT)
-        self.writer.write("buffers", self.adapter.buffers(w), step=BUILT)
+        self.writer.write("buffers", self.asked("buffers", w), step=BUILT)
 
     def observe_parameters(self, w: Wrapped, what: str = "parameters", **where: Any) -> None:
         """Parameters as they are now, through the side door."""
         with self.side_door():
-            self.writer.write(what, held(self.adapter.full_parameters(w)), **where)
+            self.writer.write(what, held(self.asked("full_parameters", w)), **where)
 
     def observe_stored(self, w: Wrapped, step: int) -> None:
         """Bytes of the storages that this rank holds for parameters and optimizer state."""
-        tensors = self.adapter.local_tensors(w)
+        tensors = self.asked("local_tensors", w)
         self.writer.write(
             "stored", flatten({k: stored_bytes(v) for k, v in tensors.items()}), step=step
         )
@@ -311,10 +324,10 @@ class Run:
     ) -> None:
         """An evaluation pass, perhaps in inference mode, and what it left."""
         with torch.inference_mode(inference):
-            loss = self.adapter.evaluate(w, self.batch(*batch), self.model.loss)
+            loss = self.asked("evaluate", w, self.batch(*batch), self.model.loss)
         self.writer.write("eval_loss", loss, index=index)
         self.observe_parameters(w, "parameters_after_eval", index=index)
-        self.writer.write("buffers_after_eval", self.adapter.buffers(w), index=index)
+        self.writer.write("buffers_after_eval", self.asked("buffers", w), index=index)
 
 
 @dataclass(kw_only=True)
@@ -345,7 +358,7 @@ class Watch:
         if not self.run.claims("gradients"):
             return None
         with self.run.side_door():
-            return held(self.run.adapter.full_gradients(self.wrapped))
+            return held(self.run.asked("full_gradients", self.wrapped))
 
 
 def give_up_storage(model: nn.Module) -> None:

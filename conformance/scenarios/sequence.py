@@ -50,7 +50,7 @@ class Course:
         """An evaluation, and what it leaves."""
         with self.run.phase(f"eval {self.observed}"):
             # a forward since the last step may have changed them
-            buffers = self.run.adapter.buffers(self.w)
+            buffers = self.run.asked("buffers", self.w)
             self.run.writer.write("buffers_before_eval", buffers, index=self.observed)
             self.run.evaluate(self.w, self.observed, batch=self._batch())
         self.observed += 1

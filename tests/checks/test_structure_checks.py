@@ -9,7 +9,9 @@ from conformance.adapter import Conventions
 from conformance.causes import Cause
 from conformance.checks.anatomy import anatomy
 from conformance.checks.updates import stepped
+from conformance.models import case, cases
 from conformance.optimizers import OPTIMIZERS
+from conformance.scenarios.states import first_names
 from tests.checks.literal import MODEL, Story, cause, first_mismatch, training
 
 
@@ -209,3 +211,14 @@ def test_a_frozen_parameter_under_another_name_is_missing_and_told() -> None:
     assert first is not None
     assert first.cause is Cause.MISSING_KEY
     assert "a key is missing; wrapped.kept is there: let the adapter's bare()" in first.sentence
+
+
+@pytest.mark.parametrize("name", sorted(cases()))
+def test_an_anatomy_is_that_of_the_model(name: str) -> None:
+    model = case(name)
+    built, parts = model.build(), anatomy(model)
+    firsts = first_names(built)
+    assert {each: parts.firsts.get(each, each) for each in firsts} == firsts
+    assert sorted(set(firsts.values())) == sorted(parts.distinct)
+    assert parts.saved == set(built.state_dict())
+    assert sum(map(parts.numel, parts.distinct)) == sum(p.numel() for p in built.parameters())

@@ -87,6 +87,41 @@ def ends_itself(folder: Path, number: signal.Signals, how: str) -> subprocess.Co
     )
 
 
+WHILE_IT_IMPORTS = """
+import runpy
+import signal
+import sys
+
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            signal.raise_signal(signal.SIGINT)
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # however the tests began
+sys.meta_path.insert(0, Interrupts())
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["conformance list checks", "conformance.false_alarms --out none", "conformance.kills --check"],
+)
+def test_an_interrupt_while_a_command_imports_is_told_in_one_line(
+    tmp_path: Path, command: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_IT_IMPORTS, *command.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stderr) == (130, "fsdp-conformance: interrupted\n")
+
+
 ADAPTER = '''
 import time
 
@@ -243,3 +278,17 @@ def test_a_search_that_is_ended_says_how_far_it_came(folder: Path) -> None:
         out, errors = end(process, folder, lambda: [*folder.glob("temporary/ranks-*/ranks*/*.out")])
     assert errors.splitlines()[-1] == "fsdp-conformance: ended by SIGTERM"
     assert out.startswith("0 examples, 0 deviations, 0 checks passed in ")
+
+
+def test_no_garbage_is_looked_for_among_what_torch_has_made_when_the_interpreter_ends() -> None:
+    script = (
+        "import atexit, gc, sys\n"
+        "atexit.register(lambda: print('frozen', gc.get_freeze_count()))\n"  # the first comes last
+        "sys.argv = ['fsdp-conformance', '--version']\n"
+        "from conformance.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert int(done.stdout.rpartition("frozen ")[2]) > 1000

@@ -32,6 +32,9 @@ TOLD_AT_ONCE: dict[str, int] = {
     "run fsdp.fully_shard --profile cor": EXIT_USAGE,
     "run fsdp.fully_shard --profile core@0.1": EXIT_USAGE,
     "run fsdp.fully_shard --baseline dpd": EXIT_USAGE,
+    "run fsdp.fully_shard --check clip.nom": EXIT_USAGE,
+    "run fsdp.fully_shard --model mpl": EXIT_USAGE,
+    "run fsdp.fully_shard --case mpl/train/*": EXIT_USAGE,
     "run fsdp.fully_shard --world 0": EXIT_USAGE,
     "run fsdp.fully_shard --timeout nan": EXIT_USAGE,
     "run fsdp.fully_shard --expect missing.txt": EXIT_USAGE,
@@ -40,9 +43,12 @@ TOLD_AT_ONCE: dict[str, int] = {
     "repro losses.value@fsdp.fuly_shard/mlp/train#0": EXIT_USAGE,
     "recheck .": EXIT_USAGE,
     "selftest --jobs 0": EXIT_USAGE,
+    "selftest --mutant last_step_los": EXIT_USAGE,
     "selftest --page none/page.md": EXIT_USAGE,
     "fuzz fsdp.fully_shard --world 2,x": EXIT_USAGE,
     "fuzz fsdp.fully_shard --examples 0": EXIT_USAGE,
+    "fuzz fsdp.fully_shard --mutant last_step_los": EXIT_USAGE,
+    "repro losses.value@fsdp.fully_shard/mlp/train#0 --mutant last_step_los": EXIT_USAGE,
 }
 EACH_IN_TURN = """
 import contextlib, io, json, sys

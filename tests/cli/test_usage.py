@@ -56,6 +56,7 @@ def command(monkeypatch, *arguments: str) -> int:
         ([*RUN, "--baseline", "dpd"], "no baseline 'dpd'; did you mean ddp? known: ddp, oracle"),
         ([*RUN, "--depth", "ful"], "no depth 'ful'; did you mean full? known: full, narrow, wide"),
         ([*RUN, "--case", "*/trian/*"], "fsdp-conformance list cases shows all"),
+        ([*RUN, "--case", "mpl/tr*"], "no model 'mpl' of --case 'mpl/tr*'; did you mean mlp?"),
         ([*RUN, "--world", "0"], "--world 0: a run needs at least 1 rank"),
         ([*RUN, "--world", "two"], ": --world 'two': expected a number of ranks, such as 2\n"),
         ([*RUN, "--jobs", "1.5"], ": --jobs '1.5': expected a whole number\n"),
@@ -291,6 +292,24 @@ class Yields(Base):
         yield
 
 
+class Property(Base):
+    @property
+    def no_sync(self, w: object) -> object:
+        raise AssertionError
+
+
+class Cached(Base):
+    @functools.cached_property
+    def zero_grad(self, w):
+        raise AssertionError
+
+
+class NotSelf(Base):
+    @property
+    def weights():
+        raise AssertionError
+
+
 class Wraps(Base):
     def inner(self, w): ...
 
@@ -471,6 +490,19 @@ class Helpers(Base, Engine):
             "{}:Wraps",
             "backward(self, w) is called as backward(self, w, loss): too many positional",
         ),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Property",
+            "adapter '{}:Property': Property.no_sync(self, w) is a property, which is given self"
+            " alone: make it a method, without @property\n",
+        ),
+        (
+            CANNOT_BE_SET_UP,
+            "{}:Cached",
+            "Cached.zero_grad(self, w) is a property, which is given self alone: make it a method,"
+            " without @cached_property\n",
+        ),
+        (CANNOT_BE_SET_UP, "{}:NotSelf", "NotSelf.weights() is a property, which is given self"),
         (CANNOT_BE_SET_UP, "{}:Scaler", "make_scaler(self, w) is called as make_scaler(self, w, d"),
         (CANNOT_BE_SET_UP, "{}:Claim", "for 'capabilites'; did you mean capabilities? ("),
         (CANNOT_BE_SET_UP, "{}:Helpers", "replicas must be an int of at least 1; got 'no slip"),
@@ -537,6 +569,12 @@ class OfTheEngine(Base):
     @property
     def zero_grad(self):
         return self.engine.zero_grad
+
+    @functools.cached_property
+    def backward(self, how="fast"):
+        return self.engine.backward
+
+    forward = property()
 
 
 class Dispatched(Base):

@@ -9,8 +9,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from conformance import history as history_module
 from conformance.gather import Cut
 from conformance.history import History, HistoryWriter, NotObserved, flatten
 from conformance.ranks.records import CollectiveRecord
@@ -41,6 +42,51 @@ def test_tensors_scalars_and_none_survive(tmp_path: Path) -> None:
     assert [seen.moment for seen in history.ranks[0].observations] == [(0, 0), (1, 1)]
 
 
+@pytest.mark.parametrize(
+    "names", [(), ("w",), ("w", "v")], ids=["alone", "tree of one", "tree of two"]
+)
+def test_a_later_change_in_place_does_not_reach_what_was_written(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """A wrapper goes on with what it has handed out, often before the phase is over."""
+    with HistoryWriter(tmp_path, 0, {}) as writer:
+        writer.begin_phase("step 0")
+        given = torch.ones(2, 3, requires_grad=True)
+        writer.write("gradients", dict.fromkeys(names, given) if names else given, step=0)
+        with torch.no_grad():
+            given.fill_(7.0)
+        writer.write("parameters", given, step=0)
+        writer.end_phase()
+    history = History.read(tmp_path, 1)
+    found = history.get(0, "gradients", step=0)
+    for value in [found[name] for name in names] if names else [found]:
+        assert torch.equal(value, torch.ones(2, 3))
+    assert torch.equal(history.get(0, "parameters", step=0), torch.full((2, 3), 7.0))
+
+
+def test_tensors_that_are_not_contiguous_or_empty_keep_their_elements_and_their_order(
+    tmp_path: Path,
+) -> None:
+    tree = {
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "integers": torch.arange(4),
+        "empty": torch.empty(0, 3),
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "complex": torch.tensor(1.0 + 2.0j),
+    }
+    with HistoryWriter(tmp_path, 0, {}) as writer:
+        writer.begin_phase("step 0")
+        for step in range(2):
+            writer.write("optimizer_state", {k: v + step for k, v in tree.items()}, step=step)
+        writer.end_phase()
+    history = History.read(tmp_path, 1)
+    for step in range(2):
+        found = history.get(0, "optimizer_state", step=step)
+        assert found.keys() == tree.keys()
+        for key, value in tree.items():
+            assert torch.equal(found[key], value + step)
+
+
 def test_a_phase_that_raised_is_found_with_its_rank(tmp_path: Path) -> None:
     for rank, error in enumerate([None, "ValueError: no"]):
         writer = write(tmp_path, rank)
@@ -49,6 +95,25 @@ def test_a_phase_that_raised_is_found_with_its_rank(tmp_path: Path) -> None:
     failed = History.read(tmp_path, 2).failed_phase()
     assert failed is not None
     assert (failed[0], failed[1].name, failed[1].error) == (1, "step 0", "ValueError: no")
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_tensors_are_read_when_a_value_is_first_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, virtual: bool
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(history_module, "load_file", lambda p: opened.append(p) or load_file(p))
+    writer = write(tmp_path, 0, virtual=virtual)
+    writer.write("gradients", {"w": Cut(torch.ones(2), (2,), 0, (0,))}, step=0)
+    writer.close()
+    history = History.read(tmp_path, 1)
+    history.get(0, "loss", step=0, micro=0)
+    assert [seen.where for seen in history.every("gradients")] == [{"step": 0}]
+    assert opened == []
+    for _ in range(2):
+        assert torch.equal(history.get(0, "gradients", step=0)["w"], torch.ones(2))
+        assert history.get(0, "parameters", step=-1)["none"] is None
+    assert len(opened) == (1 if virtual else 2)
 
 
 def test_a_killed_rank_leaves_its_numbers_and_the_tensors_of_all_phases_but_the_last(
@@ -312,6 +377,25 @@ def test_a_virtual_history_answers_for_every_rank(tmp_path: Path) -> None:
     )
     assert float(history.get(1, "loss", step=0, micro=0)) == 7.0
     assert history.find(1, "loss", {"step": 0, "micro": 0}).moment[1] == 1  # type: ignore[union-attr]
+    assert [history.holder(rank, "parameters", {"step": -1}) for rank in range(2)] == [0, 0]
+    assert [history.holder(rank, "loss", {"step": 0, "micro": 0}) for rank in range(2)] == [0, 1]
+    assert history.every("parameters", 1) == history.every("parameters") != []
+    losses = [float(seen.value) for rank in range(2) for seen in history.every("loss", rank)]
+    assert losses == [1.5, 7.0]
+    assert history.every("gradients") == history.every("gradients", 1) == []
+
+
+def test_where_ranks_are_real_each_holds_its_own_and_rank_0_is_asked_first(tmp_path: Path) -> None:
+    write(tmp_path, 0).close()
+    second = HistoryWriter(tmp_path, 1, {})
+    second.begin_phase("build")
+    second.write("loss", torch.tensor(7.0), step=0, micro=0)
+    second.close()
+    history = History.read(tmp_path, 2)
+    assert history.find(1, "parameters", {"step": -1}) is None
+    assert [history.holder(rank, "parameters", {"step": -1}) for rank in range(2)] == [0, 1]
+    assert (len(history.every("parameters")), history.every("parameters", 1)) == (1, [])
+    assert [float(seen.value) for seen in history.every("loss")] == [1.5]
 
 
 def test_nested_trees_become_flat_keys() -> None:

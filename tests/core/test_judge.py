@@ -21,7 +21,7 @@ from conformance.judge import Judgement, Ran, judge
 from conformance.ranks import Outcome, RankVerdict
 from conformance.room import no_room
 from conformance.session import ran as ran_of
-from conformance.verdicts import Verdict
+from conformance.verdicts import REFUSED, Verdict
 from tests.checks.literal import Story, training
 
 FULL = "SafetensorError: I/O error: No space left on device (os error 28)"
@@ -69,6 +69,40 @@ def test_no_death_on_a_full_disk_is_the_fault_of_a_wrapper(verdict: str, why: st
     ran = Ran(verdict=RankVerdict(verdict), sentence=sentence, reported=False)
     (completed,) = judge(training().evidence(), ran, [])
     assert (completed.verdict, completed.sentence) == (Verdict.ERROR, sentence)
+
+
+NO_TIES = "NotImplementedError: no ties"
+
+
+@pytest.mark.parametrize(
+    ("errors", "phase", "told"),
+    [
+        ((NO_TIES, NO_TIES), 0, f"{REFUSED}: {NO_TIES}"),
+        (("mine.Refusal: no\nties", "Refusal: odd"), 0, f"{REFUSED}: mine.Refusal: no"),
+        ((NO_TIES, None), 0, None),
+        ((NO_TIES, "ValueError: no"), 0, None),
+        (("NotMyRefusal: no ties", "NotMyRefusal: no ties"), 0, None),
+        ((NO_TIES, NO_TIES), 1, None),
+    ],
+    ids=["all", "each its own", "one", "not the other", "another name", "later"],
+)
+def test_only_what_all_ranks_refuse_to_build_is_unsupported(
+    errors: tuple[str | None, ...], phase: int, told: str | None
+) -> None:
+    evidence = training().evidence()
+    ranks = []
+    for history, error in zip(evidence.history.ranks, errors, strict=True):
+        ended = replace(history.phases[phase], error=error)
+        ranks.append(replace(history, phases=(*history.phases[:phase], ended), observations=()))
+    evidence = replace(evidence, history=replace(evidence.history, ranks=tuple(ranks)))
+    ran = Ran(verdict=RankVerdict.ERROR, sentence="rank 0: no")
+    completed, losses = judge(evidence, ran, [CHECKS["losses.value"]])
+    if told is None:
+        assert completed.verdict is Verdict.FAIL
+        assert losses.verdict in (Verdict.FAIL, Verdict.BLOCKED)
+        return
+    assert (completed.verdict, completed.sentence) == (Verdict.UNSUPPORTED, told)
+    assert (losses.verdict, losses.sentence) == (Verdict.UNSUPPORTED, REFUSED)
 
 
 USAGE = namedtuple("USAGE", "total used free")
@@ -214,6 +248,37 @@ def test_lost_records_of_a_broken_run_are_not_called_collectives_never_issued() 
     assert found[RankVerdict.OK].sentence == "rank 0 issued no collective"
     blocked = found[RankVerdict.DESYNC]
     assert (blocked.verdict, blocked.sentence) == (Verdict.BLOCKED, "rank 0 entered another one")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [("ERROR", Verdict.FAIL), ("HANG", Verdict.FAIL), ("CRASH", Verdict.BLOCKED)],
+)
+def test_a_value_seen_in_the_phase_that_broke_off_counts_unless_a_rank_died(
+    verdict: str, told: Verdict
+) -> None:
+    story = training(steps=2)
+    story.instead("loss", torch.tensor(99.0), rank=0, step=1, micro=0)
+    ran = Ran(verdict=RankVerdict(verdict), sentence="rank 0: RuntimeError: closed")
+    found = judge(_broken_off(story, phase="step 1"), ran, [CHECKS["losses.value"]])
+    assert {one.check: one.verdict for one in found}["losses.value"] is told
+
+
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [
+        ("OK", (Verdict.VACUOUS, "nothing was there to compare")),
+        ("ERROR", (Verdict.BLOCKED, "rank 0: no")),
+        ("CRASH", (Verdict.BLOCKED, "rank 0: no")),
+    ],
+)
+def test_where_a_run_ended_early_what_had_nothing_to_compare_was_cut_off(
+    verdict: str, told: tuple[Verdict, str]
+) -> None:
+    idle = replace(CHECKS["losses.value"], judge=lambda *_: None)
+    ran = Ran(verdict=RankVerdict(verdict), sentence="rank 0: no\nTraceback ...")
+    found = {one.check: one for one in judge(training().evidence(), ran, [idle])}
+    assert (found[idle.id].verdict, found[idle.id].sentence) == told
 
 
 OK = Ran(verdict=RankVerdict.OK)

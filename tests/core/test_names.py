@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance import names
 from conformance.case import Case
+from conformance.checks import CHECKS
 from conformance.errors import UsageError
+from conformance.models import cases
+from conformance.mutants import MUTANTS
 from conformance.plan import select_checks, select_models
 from conformance.verdicts import Verdict, exit_status, finding_id, parse_finding_id
 
@@ -78,3 +82,12 @@ def test_a_misspelt_model_is_refused_with_the_near_match() -> None:
 def test_a_misspelt_profile_is_refused_with_the_near_match() -> None:
     with pytest.raises(UsageError, match="no profile 'cores'; did you mean core"):
         select_checks(profiles=["cores"])
+
+
+@pytest.mark.parametrize(
+    ("read", "registered"),
+    [(names.check_ids, CHECKS), (names.model_names, cases()), (names.mutant_names, MUTANTS)],
+    ids=["checks", "models", "mutants"],
+)
+def test_names_that_are_read_from_modules_are_those_that_these_register(read, registered) -> None:
+    assert read() == set(registered)

@@ -37,6 +37,8 @@ UNUSED_SGD = [f"tiny/unused/accumulation={micro},optimizer=sgd" for micro in (1,
         ("nope", []),
         ("zzz*", []),
         ("", []),
+        ("v", []),  # one letter is part of everything
+        ("va", ["losses.value", "gradients.value"]),
     ],
 )
 def test_a_pattern_is_mended_word_by_word(got: str, near: list[str]) -> None:

@@ -98,6 +98,33 @@ def test_three_micro_batches_are_the_mean_of_their_gradients() -> None:
         torch.testing.assert_close(parameter, expected - 0.1 * expected.grad)
 
 
+@pytest.mark.parametrize("convention", ["mean", "sum"])
+def test_clipping_leaves_a_ranks_own_gradient(convention: str) -> None:
+    oracle = virtual(1, gradients=convention)
+    w = oracle.build(linear(), SGD, CONFIG)
+    seen: dict[str, list[PerRank]] = {}
+    w.observe = lambda moment, index=0: seen.setdefault(moment, []).append(oracle.rank_gradients(w))
+    oracle.step(w, [PerRank(data(1))], loss, max_norm=1e-3)
+    plain = linear()
+    loss(plain, *data(1)).backward()
+    for moment in ("gradients", "clipped"):
+        [own] = seen[moment][0].values
+        for fqn, parameter in plain.named_parameters():
+            torch.testing.assert_close(own[fqn], parameter.grad)
+
+
+def test_gradients_are_reduced_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[int] = []
+    made = VirtualRanks.reduced
+    monkeypatch.setattr(
+        VirtualRanks, "reduced", lambda self, *a: reduced.append(1) or made(self, *a)
+    )
+    oracle, batches = virtual(2), data(6)
+    w = oracle.build(linear(), SGD, CONFIG)
+    oracle.step(w, [PerRank((batches[i], batches[i + 3])) for i in range(3)], loss)
+    assert len(reduced) == 1
+
+
 def test_a_declared_sum_is_the_world_times_the_mean() -> None:
     batches, seen = data(2), {}
     for convention in ("mean", "sum"):

@@ -325,6 +325,18 @@ def test_a_closed_pool_refuses() -> None:
         pool.run(Job.of(jobs.describe))
 
 
+def test_what_modules_do_at_the_end_of_their_process_keeps_no_one_who_closes_a_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lingering.py").write_text("import atexit, time\natexit.register(time.sleep, 600)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RankPool(world=1, preload=["lingering"]) as pool:
+        assert pool.run(Job.of(jobs.sum_over_ranks)).verdict is RankVerdict.OK
+        server = pool._server
+    assert server is not None
+    assert server._process.returncode == 0  # else it was killed, seconds later
+
+
 def test_a_preload_that_cannot_be_imported_is_named() -> None:
     broken = RankPool(world=1, preload=["no_such_module"])
     with broken, pytest.raises(RuntimeError, match="cannot preload no_such_module"):
