@@ -321,7 +321,7 @@ class Adapter:
         A full tensor, or a DTensor, which is put together when the case is judged. Side doors may
         hand out what the wrapper goes on changing: whoever keeps it must copy it.
         """
-        return dict[str, Tensor](named_parameters(self.bare(w)))
+        return {fqn: p.detach() for fqn, p in named_parameters(self.bare(w))}
 
     def full_gradients(self, w: Wrapped) -> dict[str, Tensor | None]:
         """FQN to gradient, full or a DTensor, on every rank; ``None`` where there is none."""

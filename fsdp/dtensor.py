@@ -25,7 +25,6 @@ from fsdp.engine.param import WHOLE, FSDPParam, ParamModuleInfo, install_all, ui
 from fsdp.engine.torch_private import (
     DTensorSpec,
     dtensor_of,
-    dtensor_parameter,
     local_tensor,
     make_spec,
     post_accumulate_hooks,
@@ -110,7 +109,7 @@ def shard_parameter(
 
     *Memory*: one padded piece. *Collective*: no.
     """
-    whole = local_tensor(original).detach() if isinstance(original, DTensor) else original.data
+    whole = local_tensor(original) if isinstance(original, DTensor) else original.data
     dim, spec = cut.dim, cut.spec
     piece = side_by_side([Extent.of(whole.shape, dim)], info.shard_size).piece(0, info.shard_rank)
     # A copy: a view would keep the whole parameter alive until it is moved into a shard.
@@ -120,7 +119,9 @@ def shard_parameter(
     if offload and local.device.type != "meta":
         # Before it is wrapped: a DTensor reports the device it was made with.
         local = local.cpu()
-    sharded = dtensor_parameter(local, spec, requires_grad=original.requires_grad)
+    sharded = nn.Parameter(
+        dtensor_of(local, spec, requires_grad=False), requires_grad=original.requires_grad
+    )
     param = DTensorParam(
         info=owners,
         uid=uid_of(original),
@@ -294,13 +295,12 @@ class DTensorExposure:
 
     def leaf(self, param: DTensorParam, whole: torch.Tensor) -> nn.Parameter:
         """Make the leaf of forward and backward: a plain tensor, or a DTensor under TP."""
-        trains = param.sharded.requires_grad
         if param.whole_spec is not None:
-            param.whole = None  # what is given to ``.data`` of a subclass changes nothing
             spec = spec_with_dtype(param.whole_spec, whole.dtype)
-            return dtensor_parameter(whole, spec, requires_grad=trains)
+            whole = dtensor_of(whole, spec, requires_grad=False)
+        # What is given to ``.data`` of a subclass changes nothing.
         param.whole = whole if type(whole) is torch.Tensor else None
-        return nn.Parameter(whole, requires_grad=trains)
+        return nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
 
     def show_sharded(self, params: Sequence[DTensorParam]) -> None:
         """Register the DTensors; what users have put in the place of whole ones stays.
@@ -379,7 +379,9 @@ class DTensorExposure:
             stride=meta.stride,
             dtype=piece.dtype,
         )
-        return dtensor_parameter(piece, spec, requires_grad=param.sharded.requires_grad)
+        return nn.Parameter(
+            dtensor_of(piece, spec, requires_grad=False), requires_grad=param.sharded.requires_grad
+        )
 
     def plain_gradients(
         self, params: Sequence[DTensorParam], gradients: Sequence[torch.Tensor]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -82,15 +81,9 @@ def regression(random: torch.Generator, *shape: int, outputs: int) -> tuple[Tens
         the inputs, the same one in every batch.
     """
     inputs = torch.randn(*shape, generator=random)
-    teacher = _teacher(shape[-1], outputs)
+    with drawing("teacher", shape[-1], outputs) as fixed:
+        teacher = torch.randn(shape[-1], outputs, generator=fixed)  # the same at every call
     return inputs, 0.3 * torch.tanh(inputs @ teacher) + torch.linspace(2.0, 1.0, outputs)
-
-
-@lru_cache
-def _teacher(features: int, outputs: int) -> Tensor:
-    """(features, outputs), the same at every call; nobody changes it."""
-    with drawing("teacher", features, outputs) as random:
-        return torch.randn(features, outputs, generator=random)
 
 
 def squared_error(prediction: Tensor, target: Tensor) -> Tensor:

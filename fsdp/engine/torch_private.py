@@ -10,11 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
@@ -44,7 +42,6 @@ __all__ = [
     "concatenate_meshes",
     "current_stream",
     "dtensor_of",
-    "dtensor_parameter",
     "gather_now",
     "graph_task",
     "group_allocate",
@@ -86,9 +83,6 @@ _GATHER = {flag: _gather_options(async_op=flag) for flag in (False, True)}
 
 
 _SCATTER: dict[tuple[Any, bool], ReduceScatterOptions] = {}
-
-
-_SPECS: WeakValueDictionary[tuple[Any, ...], DTensorSpec] = WeakValueDictionary()
 
 
 def all_gather(
@@ -171,19 +165,6 @@ def dtensor_of(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
-def dtensor_parameter(
-    local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool
-) -> nn.Parameter:
-    """Wrap as ``dtensor_of`` does, as a parameter.
-
-    ``nn.Parameter`` calls ``detach`` for the same result, an operator that DTensor plans anew for
-    each shape.
-    """
-    found = dtensor_of(local, spec, requires_grad=requires_grad)
-    found._is_param = True
-    return cast("nn.Parameter", found)
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor object itself; ``to_local`` makes a view through autograd."""
     return cast("DTensor", tensor)._local_tensor
@@ -207,19 +188,9 @@ def make_spec(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Describe a DTensor; needed by ``dtensor_of``.
-
-    Equal ones are one object while somebody has it: DTensor compares them for each tensor of each
-    operator, and looks into those that are not the same.
-    """
+    """Describe a DTensor; needed by ``dtensor_of``."""
     meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    cuts = tuple(placements)
-    # A spec keeps its mesh, whose number is no other's meanwhile. Meshes that are equal may be two.
-    key = (id(mesh), *map(type, cuts), *cuts, *meta)
-    found = _SPECS.get(key)
-    if found is None:
-        found = _SPECS[key] = DTensorSpec(mesh, cuts, tensor_meta=meta)
-    return found
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -227,7 +198,9 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     meta = spec.tensor_meta
     if meta is None or meta.dtype == dtype:
         return spec
-    return make_spec(spec.mesh, spec.placements, shape=meta.shape, stride=meta.stride, dtype=dtype)
+    return DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype)
+    )
 
 
 def sharded_tensor_of(
@@ -330,23 +303,23 @@ def group_of(value: ShardedTensor) -> dist.ProcessGroup:
     return value._process_group
 
 
-def save_hooks(module: nn.Module) -> list[Any]:
+def save_hooks(module: torch.nn.Module) -> list[Any]:
     """Return the hooks around the save of one module; there is no public way to see them."""
     return [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
 
 
-def load_hooks(module: nn.Module) -> list[Any]:
+def load_hooks(module: torch.nn.Module) -> list[Any]:
     """Return the hooks before the load of one module, out of what torch wraps them in."""
     found = module._load_state_dict_pre_hooks.values()
     return [getattr(hook, "hook", hook) for hook in found]
 
 
-def is_persistent(module: nn.Module, name: str) -> bool:
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
     """Whether the buffer ``name`` belongs to the state; modules tell only in state dicts."""
     return name not in module._non_persistent_buffers_set
 
 
-def has_replicate(module: nn.Module) -> bool:
+def has_replicate(module: torch.nn.Module) -> bool:
     """Whether torch's composable ``replicate`` was applied to ``module``."""
     registry = _get_registry(module)
     return registry is not None and "replicate" in registry

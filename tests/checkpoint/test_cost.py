@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.ranks import RankContext
 from fsdp import checkpoint
@@ -23,7 +26,6 @@ from fsdp.reshard.optimizer import Saved
 from fsdp.reshard.runs import whole_cut
 from fsdp.reshard.side import Side, Told
 from tests.fsdp.ranks import agreed, on_ranks
-from tests.fsdp.test_start_cost import DTensorOperators
 from tests.reshard.faces import fresh, made, marked
 
 # What each rank claims; how much it has to say of its file, and that; the checkpoint is sealed.
@@ -124,6 +126,18 @@ def _readings(context: RankContext, *, path: str) -> int:
 
 def test_what_a_checkpoint_consists_of_is_read_once(tmp_path: Path) -> None:
     assert agreed(_readings, 2, path=str(tmp_path / "saved")) == 1
+
+
+class DTensorOperators(TorchDispatchMode):
+    """Counts the operators that are asked of DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += any(issubclass(kind, DTensor) for kind in types)
+        return func(*args, **(kwargs or {}))
 
 
 def _operators_of_loading(context: RankContext, *, path: str) -> dict[str, int]:
