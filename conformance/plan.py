@@ -72,14 +72,14 @@ TRAINING_ALONE = ("sgd", 3)
 """The only training of a model, unless all combinations are asked for.
 
 Its checkpoints are trained with the other optimizer and one micro-batch: each value is there once.
+A common factor, which `gradients.scale` sees with one micro-batch, `gradients.value` names as well.
 """
+OTHERWISE = ("adamw", 1)
+"""The second training of a model for an adapter that claims no states: there is no checkpoint."""
 VARYING = (("sgd", 1), TRAINING_ALONE)
 """With one micro-batch another set of parameters is used in each step, with three within a step."""
-CHECKPOINTS: Mapping[Depth, tuple[tuple[str, str], ...]] = {
-    Depth.FULL: tuple(product(STATE_KINDS, ("default", "explicit"))),
-    Depth.WIDE: (("full", "explicit"), ("sharded", "default"), ("local", "default")),
-    Depth.NARROW: (("sharded", "default"),),
-}
+CHECKPOINTS = (("sharded", "default"), ("full", "explicit"), ("local", "default"), ("save", ""))
+"""Forms of a checkpoint and options; where one is enough it is the first that is claimed."""
 UNASKED = frozenset({"uneven"})
 """Traits of models that take a full state in the wrapper's own options, not in explicit ones: with
 several parameters of one shape, of which those options may mistake one for another."""
@@ -213,7 +213,8 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
         if (scenario.name == "memory") != ("wide" in model.traits):
             continue
         if scenario.name == training:
-            for optimizer, accumulation in _trainings(model, crossed):
+            saved = any(_checkpoints(model, capabilities, crossed))
+            for optimizer, accumulation in _trainings(model, crossed, saved=saved):
                 yield Case.of(model.name, training, optimizer=optimizer, accumulation=accumulation)
             if "optimizer.whole" in capabilities and model.name == PLAIN_MODEL:
                 for optimizer in WHOLE_TENSOR:
@@ -230,11 +231,13 @@ def _cases(model: models.ModelCase, capabilities: frozenset[str], depth: Depth) 
                 yield Case.of(model.name, scenario.name, mode="inference")
 
 
-def _trainings(model: models.ModelCase, depth: Depth) -> Sequence[tuple[str, int]]:
-    """Optimizer and micro-batches of each training of a model."""
+def _trainings(model: models.ModelCase, depth: Depth, *, saved: bool) -> Sequence[tuple[str, int]]:
+    """Optimizer and micro-batches of each training of a model, of which there are checkpoints."""
     if depth is Depth.FULL:
         return TRAININGS
-    return VARYING if depth is Depth.WIDE and "varying" in model.traits else (TRAINING_ALONE,)
+    varying = depth is Depth.WIDE and "varying" in model.traits
+    alone = VARYING if varying else (TRAINING_ALONE,)
+    return alone if saved else (*alone, OTHERWISE)
 
 
 def needed_by(model: models.ModelCase) -> frozenset[str]:
@@ -267,15 +270,18 @@ def _checkpoints(
 ) -> Iterator[Case]:
     if SCENARIOS[training_of(model)].needs - capabilities:
         return
-    if depth is Depth.WIDE and model.traits & SAME_STATES:
-        depth = Depth.NARROW
-    for kind, options in CHECKPOINTS[depth]:
-        if depth is Depth.WIDE and kind == "full" and model.traits & UNASKED:
-            options = "default"
-        if capabilities.issuperset(state_claims(kind)):
-            yield Case.of(model.name, "checkpoint", kind=kind, options=options)
-    if "save" in capabilities and depth is not Depth.NARROW:
-        yield Case.of(model.name, "checkpoint", kind="save")
+    full = depth is Depth.FULL
+    ways = (*product(STATE_KINDS, ("default", "explicit")), ("save", "")) if full else CHECKPOINTS
+    claimed = [way for way in ways if capabilities.issuperset(state_claims(way[0]))]
+    one = depth is Depth.NARROW or (depth is Depth.WIDE and model.traits & SAME_STATES)
+    for kind, options in claimed[:1] if one else claimed:
+        if kind == "save":
+            yield Case.of(model.name, "checkpoint", kind=kind)
+            continue
+        unasked = not full and kind == "full" and model.traits & UNASKED
+        yield Case.of(
+            model.name, "checkpoint", kind=kind, options="default" if unasked else options
+        )
 
 
 def _resumptions(

@@ -131,25 +131,29 @@ def is_baseline(name: str) -> None:
 
 
 def matching(kind: str, known: Callable[[], Collection[str]]) -> Callable[[str], None]:
-    """A check of a pattern: refuses what matches none of the names of a kind."""
+    """A check of a pattern: refuses what matches none of the names of a kind.
+
+    Where they cannot be read, as of modules without a source, the command's own work judges it.
+    """
 
     def check(pattern: str) -> None:
-        if not any(matches(name, pattern) for name in known()):
+        if known() and not any(matches(name, pattern) for name in known()):
             raise unknown(kind, pattern, known(), listed=f"{kind}s", patterns=True)
 
     return check
 
 
 def _is_mutant(name: str) -> None:
-    if name not in mutant_names():
+    if mutant_names() and name not in mutant_names():
         raise unknown("mutant", name, mutant_names(), listed="mutants")
 
 
 def _of_a_model(case: str) -> None:
     """Refuse a pattern of cases that begins with the name of a model that there is not."""
     model, slash, _ = case.partition("/")
-    if slash and not {"*", "?"} & set(model) and model not in model_names():
-        raise unknown("model", model, model_names(), where=f"of --case {case!r}", listed="models")
+    known = model_names()
+    if known and slash and not {"*", "?"} & set(model) and model not in known:
+        raise unknown("model", model, known, where=f"of --case {case!r}", listed="models")
 
 
 def _is_finding(id: str) -> None:

@@ -5,7 +5,7 @@ Knows kinds of values. Must not know what is done with them, nor whether they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from types import NoneType
 from typing import NamedTuple, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 Types: TypeAlias = type | tuple[type, ...]
 
 LOSS = (Tensor, float, int)
+SEVERAL = (Sequence, Set, ValuesView, Iterator, nn.ParameterList)  # a tensor would be its rows
 NUMBERS_AND_WORDS = (bool, int, float, str, NoneType, list, tuple)
 
 
@@ -43,12 +44,13 @@ DUE: Mapping[str, Due] = {
         (Mapping, Mapping, (Tensor, Mapping, *NUMBERS_AND_WORDS)),
     ),
     "hyperparameters": Due(
-        "a list of mappings of numbers and strings", ((list, tuple), Mapping, NUMBERS_AND_WORDS)
+        "a list of mappings of numbers and strings",
+        ((list, tuple), Mapping, (Mapping, *NUMBERS_AND_WORDS)),
     ),
     "buffers": FQN_TO_TENSOR,
     "local_tensors": Due(
         "a mapping of 'parameters' and 'optimizer' to lists of tensors",
-        (Mapping, (list, tuple), Tensor),
+        (Mapping, SEVERAL, Tensor),
     ),
     "model_state": STATE,
     "optim_state": STATE,
@@ -73,6 +75,8 @@ def _misfits(value: object, levels: tuple[Types, ...], at: str) -> Iterator[tupl
     if not isinstance(value, levels[0]):
         yield at, value
         return
+    if levels[0] is object:
+        return  # nothing in it could be anything else
     parts: Iterable[tuple[object, object]] = ()
     if isinstance(value, Mapping):
         parts = value.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import warnings
 from pathlib import Path
 
 from fsdp.checkpoint.digests import DIGESTS, sync_directory
@@ -39,17 +40,13 @@ def begin(fresh: Path, path: Path) -> None:
         FileExistsError: something is at ``path`` that is no checkpoint.
         OSError: a directory cannot be made.
     """
-    _check_replaceable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh.mkdir()
-
-
-def _check_replaceable(path: Path) -> None:
     if path.exists() and not is_checkpoint(path):
         raise FileExistsError(
             f"{path} exists and is no checkpoint; it is not replaced. Choose another path, or "
             "remove it."
         )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh.mkdir()
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -60,11 +57,12 @@ def is_checkpoint(path: Path) -> bool:
 def finish(fresh: Path, path: Path) -> None:
     """Let a complete checkpoint take the place of the one before, if any.
 
+    What else has come to ``path`` since the save began is kept beside it, with a warning.
+
     Raises:
-        FileExistsError: something else has come to ``path`` since the save began.
         OSError: it cannot be renamed.
     """
-    _check_replaceable(path)
+    _put_aside_what_is_foreign(path)
     previous = _beside(path, "previous")
     replaces = path.exists()
     if replaces:
@@ -82,6 +80,17 @@ def finish(fresh: Path, path: Path) -> None:
     for left in path.parent.iterdir():
         if left.name.startswith(_beside(path, "saving-").name):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _put_aside_what_is_foreign(path: Path) -> None:
+    if not path.exists() or is_checkpoint(path) or (path.is_dir() and not any(path.iterdir())):
+        return
+    aside = path.with_name(f"{path.name}.replaced-{number_of_a_save():012x}")
+    path.rename(aside)
+    warnings.warn(
+        f"what came to {path} while a checkpoint was saved is none; it is {aside} now",
+        stacklevel=2,
+    )
 
 
 def give_up(fresh: Path) -> None:

@@ -108,8 +108,8 @@ def async_save(
     leads, keys = _leads(process_group), keys_of(side)
     with _given_up(fresh, process_group):
         state = together(lambda: state_of(local, side, leads=leads, copy=True), process_group)
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
-    future = pool.submit(_save_parts, target, fresh, lambda: state, keys, process_group)
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
+        future = pool.submit(_save_parts, target, fresh, lambda: state, keys, process_group)
     pool.shutdown(wait=False)
     return future
 
@@ -124,7 +124,7 @@ def _begun(
 ) -> tuple[Local, Side, Path]:
     """Return what this rank saves, what all say of it, and where it is written.
 
-    Ranks that differ, and a target that cannot be replaced, are refused, and nothing is left.
+    Ranks that differ, and a target that cannot be replaced, are refused, and nothing of it is left.
     """
     ranks = ranks_of(group)
     number = directory.number_of_a_save()

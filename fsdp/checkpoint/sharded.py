@@ -45,7 +45,7 @@ def write(directory: Path, state: dict[str, Any], number: int) -> Part:
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory}, which the first rank has made, is not there; do all ranks give the same "
-            "path, on a file system that all of them see?"
+            "path, on a file system that all of them see, and does no other save go there?"
         )
     with _one_kind_of_error(f"{directory} cannot be written"):
         planner = SavePlanner()

@@ -104,6 +104,8 @@ class GatherPlan:
             if start is not None and block.numel()
             for rank in range(world)
         ]
+        if not pairs:
+            return None  # parameters without elements only: there is nothing to copy
         return [target for target, _ in pairs], [source for _, source in pairs]
 
     def start(

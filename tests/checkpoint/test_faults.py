@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.ranks import Job, RankContext, RankVerdict, shared_pool
 from fsdp import checkpoint, fully_shard
-from fsdp.checkpoint import CheckpointError, sharded
+from fsdp.checkpoint import CheckpointError, directory, sharded
 from fsdp.checkpoint.contents import state_of
 from tests.fsdp.ranks import error_of, named_on_every_rank, on_ranks
 from tests.reshard.faces import Counter, Marks, Odd, everything, fresh, made, marked, plain, same
@@ -482,11 +482,27 @@ def _loses_its_place(context: RankContext, *, path: str) -> list[str]:
         return error_of(lambda: checkpoint.save(path, model))
 
 
-def test_what_comes_to_the_path_during_a_save_is_not_replaced(tmp_path: Path) -> None:
+def test_what_comes_to_the_path_during_a_save_is_kept_beside_it(tmp_path: Path) -> None:
     errors = on_ranks(_loses_its_place, 2, path=str(tmp_path / "thesis"))
-    named_on_every_rank(errors, FileExistsError, "is no checkpoint; it is not replaced")
-    assert [each.name for each in tmp_path.iterdir()] == ["thesis"]
-    assert (tmp_path / "thesis" / "chapter").read_text() == "years of work"
+    assert [*errors] == [["", ""]] * 2
+    (aside,) = tmp_path.glob("thesis.replaced-*")
+    assert (aside / "chapter").read_text() == "years of work"
+    assert directory.is_checkpoint(tmp_path / "thesis")
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def _not_begun(context: RankContext, *, path: str) -> list[str]:
+    model = made("flat", [0, 1], seed=8)
+    assert model is not None
+    own = dist.new_group(backend="gloo")
+    with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+        return error_of(lambda: checkpoint.async_save(path, model, process_group=own))
+
+
+def test_an_async_save_whose_thread_does_not_start_leaves_nothing(tmp_path: Path) -> None:
+    errors = on_ranks(_not_begun, 2, path=str(tmp_path / "saved"))
+    named_on_every_rank(errors, RuntimeError, "can't start new thread")
+    assert [*tmp_path.iterdir()] == []
 
 
 def _damaged_by_one_rank(context: RankContext, *, path: str, damage: str) -> list[str]:

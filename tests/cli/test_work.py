@@ -6,6 +6,7 @@ from itertools import chain, product
 
 import pytest
 
+from conformance.adapter import state_claims
 from conformance.adapters import make_adapter
 from conformance.case import Case
 from conformance.checks import CHECKS
@@ -57,15 +58,33 @@ def test_every_small_model_is_trained_and_saved_at_every_depth() -> None:
         assert {(m, "train") for m in SMALL} | {(m, "checkpoint") for m in saved} <= seen
 
 
-TRAINED = [name for name in SMALL if name != "routed"]  # which is run once, see `plan.NEEDED`
+@pytest.mark.parametrize("depth", Depth)
+@pytest.mark.parametrize(
+    "claims",
+    [ALL, make_adapter(DDP)[0].capabilities, ALL - {c for c in ALL if "state" in c or c == "save"}],
+    ids=["all", "of DDP", "no states"],
+)
+def test_each_model_meets_each_optimizer_and_each_number_of_micro_batches(
+    claims: frozenset[str], depth: Depth
+) -> None:
+    judged = [c for c in planned(depth, claims) if c.scenario in (*TRAINING, "checkpoint")]
+    trained = {c.model for c in judged} - {"routed"}  # which is run once, see `plan.NEEDED`
+    assert trained >= set(SMALL) - {"routed", "varying", "unused"}
+    for option, values in (("optimizer", {*OPTIMIZERS}), ("accumulation", {"1", "3"})):
+        seen = {(c.model, c.option(option)) for c in judged}
+        assert {(name, value) for name in trained for value in values} <= seen
 
 
 @pytest.mark.parametrize("depth", Depth)
-def test_each_model_meets_each_optimizer_and_each_number_of_micro_batches(depth: Depth) -> None:
-    judged = [c for c in planned(depth) if c.scenario in (*TRAINING, "checkpoint")]
-    for option, values in (("optimizer", {*OPTIMIZERS}), ("accumulation", {"1", "3"})):
-        seen = {(c.model, c.option(option)) for c in judged}
-        assert {(name, value) for name in TRAINED for value in values} <= seen
+@pytest.mark.parametrize("kind", ["full", "sharded", "local", "save"])
+def test_who_claims_one_kind_of_states_is_asked_for_it_with_every_model(
+    kind: str, depth: Depth
+) -> None:
+    claims = frozenset(c for c in ALL if "state" not in c and c != "save") | {*state_claims(kind)}
+    saved = {
+        c.model: c.option("kind") for c in planned(depth, claims) if c.scenario == "checkpoint"
+    }
+    assert saved == dict.fromkeys((m for m in SMALL if m != "routed" or depth is Depth.FULL), kind)
 
 
 def test_models_whose_states_have_parts_of_their_own_are_saved_in_each_form() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from conformance import names
 from conformance.case import Case
 from conformance.checks import CHECKS
+from conformance.cli import options
 from conformance.errors import UsageError
 from conformance.models import cases
 from conformance.mutants import MUTANTS
@@ -91,3 +92,11 @@ def test_a_misspelt_profile_is_refused_with_the_near_match() -> None:
 )
 def test_names_that_are_read_from_modules_are_those_that_these_register(read, registered) -> None:
     assert read() == set(registered)
+
+
+def test_names_that_cannot_be_read_are_left_to_the_command(monkeypatch) -> None:
+    for read in ("check_ids", "model_names", "mutant_names"):
+        monkeypatch.setattr(options, read, frozenset)
+    options.matching("check", options.check_ids)("losses.value")
+    options._is_mutant("summed")
+    options._of_a_model("mlp/train")

@@ -20,6 +20,9 @@ from conformance.per_rank import PerRank
 from conformance.scenarios import Run
 from conformance.scenarios.carriers import InFile
 
+ITSELF: dict[str, Any] = {}
+ITSELF["itself"] = ITSELF
+
 
 class Returns(Adapter):
     """Builds and steps to what it is given."""
@@ -166,7 +169,10 @@ def test_a_side_door_hands_out_what_is_due(
             {"a": {"step": 1, "m": WEIGHT, "b": {"l": WEIGHT, "k": [1, "x"]}}},
         ),
         ("hyperparameters", [{"lr": 0.1, "betas": (0.9, 0.99), "foreach": None}]),
+        ("hyperparameters", [{"lr": 0.1, "own": {"kind": "a"}}]),
         ("local_tensors", {"parameters": (WEIGHT,), "optimizer": []}),
+        ("local_tensors", {"parameters": {"a": WEIGHT}.values(), "optimizer": iter([WEIGHT])}),
+        ("model_state", ITSELF),
         ("evaluate", 0.5),
         ("model_state", {"a": object(), "b": [WEIGHT, {1}]}),
         ("buffers", PerRank(({"a": WEIGHT}, {"a": WEIGHT}))),

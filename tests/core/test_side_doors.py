@@ -29,6 +29,16 @@ CASE = Case.parse("mlp/train/accumulation=1,optimizer=sgd")
 CHECKED = ("gradients.value", "parameters.first_step", "parameters.end", "optimizer.state")
 
 
+def test_parameters_that_are_handed_out_want_no_gradient() -> None:
+    module = nn.Linear(2, 2)
+    wrapped = Wrapped(module=module, optimizer=torch.optim.SGD(module.parameters()))
+    given = Adapter.full_parameters(FullyShardAdapter(), wrapped)
+    assert {name: value.requires_grad for name, value in given.items()} == {
+        "weight": False,
+        "bias": False,
+    }
+
+
 class Changed(FullyShardAdapter):
     """Hands out a first parameter that is not what the wrapper trains."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,15 +51,17 @@ class Hole(nn.Module):
         return self.body(x) + self.none.sum()
 
 
-def _steps(context: RankContext, face: str, kind: type[nn.Module]) -> dict[str, list[int]]:
+def _steps(
+    context: RankContext, face: str, kind: type[nn.Module], **options: Any
+) -> dict[str, list[int]]:
     torch.manual_seed(0)
     plain, model = kind(), kind()
     model.load_state_dict(plain.state_dict())
     if face == "composable":
         for unit in model.modules():
             if isinstance(unit, Nothing):
-                fully_shard(unit)
-        fully_shard(model)
+                fully_shard(unit, **options)
+        fully_shard(model, **options)
     else:
         model = FullyShardedDataParallel(
             model,
@@ -91,6 +95,10 @@ def test_a_unit_of_nothing_else_trains_and_is_saved(face: str) -> None:
     wanted = {"body.weight": [4, 4], "body.bias": [4]}
     wanted |= {"no_rows.none.0": [0, 3], "no_columns.none.0": [3, 0]}
     assert agreed(_steps, 2, face=face, kind=Apart) == wanted
+
+
+def test_a_unit_of_nothing_else_is_gathered_again_over_fewer_ranks() -> None:
+    assert agreed(_steps, 4, face="composable", kind=Apart, reshard_after_forward=2)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
