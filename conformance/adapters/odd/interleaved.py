@@ -208,11 +208,11 @@ class InterleavedShards(ByHand):
         return offered({**state, "state": whole}, cpu=cpu, rank0_only=rank0_only)
 
     def load_optim_state(self, w: Wrapped, kind: StateKind, state: Mapping[str, Any]) -> None:
-        """Parts of it."""
+        """Parts of it; what belongs to a 0-dim parameter is as little a counter as others."""
         whole = received(state)
         parts = {
             index: {
-                k: self.part(v) if isinstance(v, Tensor) and v.dim() else v
+                k: self.part(v) if isinstance(v, Tensor) and k != "step" else v
                 for k, v in values.items()
             }
             for index, values in whole["state"].items()
