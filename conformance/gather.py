@@ -107,14 +107,14 @@ def _held(key: str, value: Any, known: _Ranks) -> Any:
     found = _only_cut(value) if is_dtensor(value) else None
     if found is None:
         whole = value.full_tensor() if is_dtensor(value) else value
-        return _copy(whole) if isinstance(whole, Tensor) else whole
+        return to_cpu(whole) if isinstance(whole, Tensor) else whole
     mesh_dim, dim = found
     place = (id(value.device_mesh), mesh_dim)
     if place not in known:
         group = value.device_mesh.get_group(mesh_dim)
         known[place] = (tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
     ranks, index = known[place]
-    cut = Cut(_copy(value.to_local()), tuple(value.shape), dim, ranks)
+    cut = Cut(to_cpu(value.to_local()), tuple(value.shape), dim, ranks)
     got, due = tuple(cut.piece.shape), cut.shape_at(index)
     if got == due:
         return cut
@@ -126,7 +126,8 @@ def _held(key: str, value: Any, known: _Ranks) -> Any:
     return cut._replace(piece=cut.piece.reshape(due))  # nothing, in another shape
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def to_cpu(tensor: Tensor) -> Tensor:
+    """A detached copy on CPU that later in-place changes do not reach."""
     own = tensor.detach()
     return own.clone() if own.is_cpu else own.to("cpu")  # `to` takes twice as long to copy
 

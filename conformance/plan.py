@@ -78,8 +78,10 @@ OTHERWISE = ("adamw", 1)
 """The second training of a model for an adapter that claims no states: there is no checkpoint."""
 VARYING = (("sgd", 1), TRAINING_ALONE)
 """With one micro-batch another set of parameters is used in each step, with three within a step."""
+EVERY_CHECKPOINT = (*product(STATE_KINDS, ("default", "explicit")), ("save", ""))
+"""Forms of a checkpoint, and the options of those that have any."""
 CHECKPOINTS = (("sharded", "default"), ("full", "explicit"), ("local", "default"), ("save", ""))
-"""Forms of a checkpoint and options; where one is enough it is the first that is claimed."""
+"""The same unless all are asked for; where one is enough it is the first that is claimed."""
 UNASKED = frozenset({"uneven"})
 """Traits of models that take a full state in the wrapper's own options, not in explicit ones: with
 several parameters of one shape, of which those options may mistake one for another."""
@@ -271,17 +273,14 @@ def _checkpoints(
     if SCENARIOS[training_of(model)].needs - capabilities:
         return
     full = depth is Depth.FULL
-    ways = (*product(STATE_KINDS, ("default", "explicit")), ("save", "")) if full else CHECKPOINTS
+    ways = EVERY_CHECKPOINT if full else CHECKPOINTS
     claimed = [way for way in ways if capabilities.issuperset(state_claims(way[0]))]
-    one = depth is Depth.NARROW or (depth is Depth.WIDE and model.traits & SAME_STATES)
+    one = depth is Depth.NARROW or (not full and model.traits & SAME_STATES)
     for kind, options in claimed[:1] if one else claimed:
-        if kind == "save":
-            yield Case.of(model.name, "checkpoint", kind=kind)
-            continue
-        unasked = not full and kind == "full" and model.traits & UNASKED
-        yield Case.of(
-            model.name, "checkpoint", kind=kind, options="default" if unasked else options
-        )
+        if not full and kind == "full" and model.traits & UNASKED:
+            options = "default"
+        own = {"options": options} if options else {}
+        yield Case.of(model.name, "checkpoint", kind=kind, **own)
 
 
 def _resumptions(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from conformance.models import ModelCase
+from conformance.scenarios.states import first_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +20,14 @@ class Anatomy:
 
     Attributes:
         shapes: FQN to shape; a tied parameter under each of its names.
-        tied: groups of names of one parameter, the first registered name first.
+        firsts: every name to the first one of the same parameter.
         frozen: names of parameters that do not require gradients.
         buffer_bytes: of all buffers together.
         saved: keys of its state: without buffers that are not persistent.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    tied: tuple[tuple[str, ...], ...]
+    firsts: Mapping[str, str]
     frozen: frozenset[str]
     buffer_bytes: int
     saved: frozenset[str]
@@ -34,13 +35,15 @@ class Anatomy:
     @property
     def distinct(self) -> list[str]:
         """One name of every parameter."""
-        again = {name for group in self.tied for name in group[1:]}
-        return [name for name in self.shapes if name not in again]
+        return [name for name, first in self.firsts.items() if name == first]
 
     @property
-    def firsts(self) -> dict[str, str]:
-        """Every name of a tied parameter to its first."""
-        return {name: group[0] for group in self.tied for name in group}
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names of one parameter, the first registered name first."""
+        groups: dict[str, list[str]] = {}
+        for name, first in self.firsts.items():
+            groups.setdefault(first, []).append(name)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def numel(self, name: str) -> int:
         """Elements of one parameter."""
@@ -55,18 +58,16 @@ class Anatomy:
 @lru_cache(maxsize=64)
 def anatomy(model: ModelCase) -> Anatomy:
     """The anatomy of a model case."""
-    names: dict[int, list[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     frozen: set[str] = set()
     built = model.build()
     for name, parameter in built.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
         shapes[name] = tuple(parameter.shape)
         if not parameter.requires_grad:
             frozen.add(name)
     return Anatomy(
         shapes=shapes,
-        tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
+        firsts=first_names(built),
         frozen=frozenset(frozen),
         buffer_bytes=sum(buffer.nbytes for buffer in built.buffers()),
         saved=frozenset(built.state_dict()),

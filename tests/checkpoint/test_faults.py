@@ -452,17 +452,27 @@ def test_ranks_that_write_elsewhere_write_nothing(way: str, tmp_path: Path) -> N
     on_ranks(_loads, 2, path=path, face="flat", seed=7)
 
 
-def _cannot_be_copied(context: RankContext, *, path: str) -> list[str]:
+def _does_not_begin(context: RankContext, *, path: str, what: str, error: Any) -> list[str]:
     model = made("flat", [0, 1])
     assert model is not None
     group = dist.new_group(backend="gloo")
-    with mock.patch("fsdp.checkpoint.saving.state_of", side_effect=TypeError("no copy")):
+    with mock.patch(what, side_effect=error):
         return error_of(lambda: checkpoint.async_save(path, model, process_group=group))
 
 
-def test_an_asynchronous_save_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
-    errors = on_ranks(_cannot_be_copied, 2, path=str(tmp_path / "saved"))
-    named_on_every_rank(errors, TypeError, "no copy")
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("fsdp.checkpoint.saving.state_of", TypeError("no copy")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+    ],
+    ids=["copy", "thread"],
+)
+def test_an_asynchronous_save_that_cannot_begin_leaves_nothing(
+    what: str, error: Exception, tmp_path: Path
+) -> None:
+    errors = on_ranks(_does_not_begin, 2, path=str(tmp_path / "saved"), what=what, error=error)
+    named_on_every_rank(errors, type(error), str(error))
     assert not list(tmp_path.iterdir())
 
 
@@ -489,20 +499,6 @@ def test_what_comes_to_the_path_during_a_save_is_kept_beside_it(tmp_path: Path) 
     assert (aside / "chapter").read_text() == "years of work"
     assert directory.is_checkpoint(tmp_path / "thesis")
     assert len([*tmp_path.iterdir()]) == 2
-
-
-def _not_begun(context: RankContext, *, path: str) -> list[str]:
-    model = made("flat", [0, 1], seed=8)
-    assert model is not None
-    own = dist.new_group(backend="gloo")
-    with mock.patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
-        return error_of(lambda: checkpoint.async_save(path, model, process_group=own))
-
-
-def test_an_async_save_whose_thread_does_not_start_leaves_nothing(tmp_path: Path) -> None:
-    errors = on_ranks(_not_begun, 2, path=str(tmp_path / "saved"))
-    named_on_every_rank(errors, RuntimeError, "can't start new thread")
-    assert [*tmp_path.iterdir()] == []
 
 
 def _damaged_by_one_rank(context: RankContext, *, path: str, damage: str) -> list[str]:
